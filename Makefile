@@ -20,7 +20,7 @@ gallery: .venv/dev
 
 # The documentation site, in docs/_build/html; a warning is an error.
 docs: .venv/docs
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -q -W --keep-going -b html $(SPHINXOPTS) docs docs/_build/html
 
 # What to run on every save: at most two minutes.
 check: lint types imports unit

@@ -42,10 +42,23 @@ def test_page_shows_every_schedule(gallery: Any) -> None:
 
 
 def test_program_writes_the_committed_page(gallery: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_see(command: list[str], **_: Any) -> None:  # test_see.py covers examples/see.py
+    def without_see(command: list[str], **_: Any) -> None:  # tested below
         Path(command[-1]).write_bytes((ROOT / "docs" / "gallery" / "see.png").read_bytes())
 
     monkeypatch.setattr(subprocess, "run", without_see)
     written = gallery.main(["--out", str(tmp_path)])
     assert (tmp_path / "gallery.md").read_text() == PAGE
     assert all(path.stat().st_size > 2_000 for path in written)
+
+
+def test_see_prints_results_and_draws_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pytorch_grad_cam")
+    from PIL import Image
+
+    result = load(ROOT / "examples" / "see.py").main(["--steps", "12", "--out", str(tmp_path / "see.png")])
+    printed = capsys.readouterr().out
+    assert "p=0.3 of 0.3, step 12 of LinearSchedule(steps=12)" in printed
+    assert f"accuracy with DropBlock: {result['with DropBlock']:.1%}" in printed
+    assert result["dropped"] == pytest.approx(0.3, abs=0.02)
+    with Image.open(tmp_path / "see.png") as picture:
+        assert picture.size == (1200, 880)

@@ -29,6 +29,7 @@ from tests.support.leaks import no_leaks
 from tests.support.models import without_zeros
 from tests.support.programs import run_code
 from tests.support.tensors import zero_fraction
+from tests.support.transformers_models import IDS, llama
 
 X = torch.ones(20_000)
 
@@ -43,15 +44,6 @@ def zeroed(call: nn.Module) -> float:
 
 def compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="eager")
-
-
-def test_every_step_uses_the_scheduled_rate() -> None:
-    model = net()
-    drop = inject(model, Dropout(0.8), layers="0", schedule=LinearSchedule(20))
-    fast = compiled(model)
-    for step in range(0, 21, 2):
-        drop.seek(step)
-        assert zeroed(fast) == pytest.approx(0.8 * step / 20, abs=0.015)
 
 
 @pytest.mark.parametrize("start", [0, 7])
@@ -73,14 +65,6 @@ def test_a_schedule_that_is_not_advancing_warns(start: int) -> None:
         update(3 * UPDATES_BEFORE_WARNING)
     assert len(caught) == 1
     assert any("its schedule is not advancing" in problem for problem in drop.check())
-
-
-@pytest.mark.parametrize("theirs", [nn.Dropout(0.8), Dropout(0.8)], ids=repr)
-def test_eval_has_no_graph_break_and_is_the_identity(theirs: nn.Module) -> None:
-    model = net().eval()
-    inject(model, theirs, layers="0", schedule=LinearSchedule(20))
-    fast = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(fast(X), X)
 
 
 ONE_GRAPH = {"backend": "aot_eager", "fullgraph": True}
@@ -211,19 +195,11 @@ inject(nn.Sequential(nn.Linear(2, 2)), Dropout(0.5), layers="0")
 """)
 
 
-def test_injecting_before_the_first_call_emits_no_warning() -> None:
-    model = compiled(net())
-    inject(model, Dropout(0.5), layers="0")
-    assert zeroed(model) == pytest.approx(0.5, abs=0.02)
-
-
-def test_contexts_and_enable_take_effect() -> None:
+def test_enabling_and_sampling_take_effect() -> None:
     model = net()
     drop = inject(model, Dropout(0.5), layers="0")
     fast = compiled(model)
     assert zeroed(fast) > 0.4
-    with drop.disabled():
-        assert zeroed(fast) == 0
     drop.enabled = False
     assert zeroed(fast) == 0
     drop.enabled = True
@@ -232,17 +208,6 @@ def test_contexts_and_enable_take_effect() -> None:
     with drop.sampling(p=0.2):
         assert zeroed(fast) == pytest.approx(0.2, abs=0.02)
     assert zeroed(fast) == 0
-
-
-def test_measuring_and_probing_a_compiled_model() -> None:
-    model = net()
-    drop = inject(model, Dropout(0.5), layers="0")
-    fast = compiled(model)
-    fast(X)
-    with drop.recording(last=0) as m:
-        fast(X)
-    assert m.totals.dropped == pytest.approx(0.5, abs=0.02)
-    assert drop.probe(X).eval_identical
 
 
 def test_inject_inside_a_trace_raises() -> None:
@@ -289,15 +254,6 @@ def test_a_warning_raised_as_an_error_does_not_interrupt_rate_updates() -> None:
     assert [site.p for site in drop.sites] == [0.25, 0.25]
 
 
-def test_set_dropout_changes_the_rate_of_compiled_code() -> None:
-    model = nn.Sequential(nn.Dropout(0.5)).train()
-    fast = torch.compile(model, backend="aot_eager")
-    assert zeroed(fast) == pytest.approx(0.5, abs=0.02)
-    with inject(model, set_dropout(p=0.0), example_input=X):
-        assert zeroed(fast) == 0
-    assert zeroed(fast) == pytest.approx(0.5, abs=0.02)
-
-
 class Attention(nn.Module):
     """Reads its rate at each call, as the attention of transformers does."""
 
@@ -311,13 +267,12 @@ class Attention(nn.Module):
 
 @pytest.fixture
 def recompile_limit() -> Iterator[int]:
-    """PyTorch's default; some libraries raise it."""
-    with torch._dynamo.config.patch(recompile_limit=8):
-        yield 8
+    """Below PyTorch's default of 8, so that fewer compilations reach it."""
+    with torch._dynamo.config.patch(recompile_limit=3):
+        yield 3
 
 
-@pytest.mark.parametrize("layer", [Attention, lambda: nn.Dropout(0.0)])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("layer", "backend"), [(Attention, "eager"), (lambda: nn.Dropout(0.0), "aot_eager")])
 def test_scheduled_set_dropout_never_keeps_an_old_rate(
     layer: Callable[[], nn.Module], backend: str, recompile_limit: int
 ) -> None:
@@ -334,10 +289,7 @@ def test_scheduled_set_dropout_never_keeps_an_old_rate(
 
 def test_scheduled_attention_dropout_of_compiled_llama(recompile_limit: int) -> None:
     """Bit-equal to the uncompiled model at each step, also beyond PyTorch's limit of recompilations."""
-    transformers = pytest.importorskip("transformers")
-    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = transformers.LlamaConfig(**size, num_key_value_heads=2, vocab_size=50)
-    model, tokens = transformers.LlamaModel(config).train(), torch.arange(8)[None]
+    model = llama("Model", num_hidden_layers=1).train()
     change = inject(model, set_dropout(p=0.6), schedule=LinearSchedule(recompile_limit + 2))
     fast = torch.compile(model, backend="eager")
     found = []
@@ -345,7 +297,7 @@ def test_scheduled_attention_dropout_of_compiled_llama(recompile_limit: int) -> 
         change.seek(step)
         for call in (fast, model):
             torch.manual_seed(0)
-            found.append(call(input_ids=tokens).last_hidden_state)
+            found.append(call(input_ids=IDS).last_hidden_state)
         assert torch.equal(*found[-2:])
         assert step == 0 or not torch.equal(*found[-3:-1])
 

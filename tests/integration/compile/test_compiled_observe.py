@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from hookdrop.observe import grad_cam, stats
-from tests.support.injections import layer
 from tests.support.models import Small
-from tests.support.tensors import X
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
@@ -36,21 +34,3 @@ def test_grad_cam_of_compiled_and_data_parallel_models(model: Small, images: tor
     fast(images)
     assert torch.equal(grad_cam(fast, images, "layer2"), expected)
     assert torch.equal(grad_cam(nn.DataParallel(model), images, "layer2"), expected)
-
-
-def test_recording_a_compiled_model() -> None:
-    model, drop = layer()
-    fast = torch.compile(model, backend="eager")
-    fast(X)
-    with drop.recording() as r:
-        out = fast(X)
-    assert torch.equal(r["0"].after, out)
-    assert (fast(X) == 0).any()
-
-
-@pytest.mark.skipif(torch.__version__ < (2, 8), reason="this PyTorch does not report the reason")
-def test_recording_under_fullgraph_raises_with_a_hint() -> None:
-    model, drop = layer()
-    fast = torch.compile(model, backend="eager", fullgraph=True)
-    with drop.recording(), pytest.raises(torch._dynamo.exc.Unsupported, match=r"recording\(\) needs tensor values"):
-        fast(X)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,22 +15,19 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import DropBlock, Dropout, HookdropWarning, LinearSchedule, MixStyle, inject, parse
+from hookdrop import Dropout, HookdropWarning, Injection, LinearSchedule, inject, parse
 from hookdrop.regularizers import REGULARIZERS, at_rate
 from tests.support.compiling import Net, graphs
-from tests.support.programs import ROOT
-from tests.support.tensors import styled, zero_fraction
+from tests.support.programs import ROOT, run_code
+from tests.support.tensors import zero_fraction
 
 X = torch.ones(64, 64, 12, 12)
-
 
 GRADIENT_EDITS = {name for name in REGULARIZERS if name.endswith("ActivationGrad")}
 """Tested in test_compiled_gradient_edits.py, because their output equals their input."""
 
-
 SEPARATE = {"DSU", "LayerDrop", "Masksembles", "MixStyle", "ShakeDrop"}
-"""Tested below and in other files, because the output for ones does not show their rate."""
-
+"""Tested in other files, because the output for ones does not show their rate."""
 
 TEXTS = {
     "DropBlock": "DropBlock(0.4, 3, normalize=None)",
@@ -41,8 +36,7 @@ TEXTS = {
 }
 TEXTS |= {name: f"{name}(0.4)" for name in REGULARIZERS if name not in {*TEXTS, *SEPARATE, *GRADIENT_EDITS}}
 
-
-RANKS = {
+SHAPES = {
     "Dropout1d": (64, 64, 144),
     "Dropout3d": (64, 64, 12, 3, 4),
     "DropPath": (4096, 9),
@@ -52,61 +46,68 @@ RANKS = {
     "HeadDropout": (64, 9, 64),
     "NEFTune": (64, 9, 64),
 }
-
-
 NOISE = ("GaussianDropout", "GaussianNoise", "NEFTune", "UniformNoise")
-
-
-def input_of(text: str) -> Tensor:
-    """A tensor of ones with a supported shape, large enough to measure the rate."""
-    return torch.ones(RANKS.get(text.split("(")[0], tuple(X.shape)))
-
-
-def measured_rate(text: str, y: Tensor) -> float:
-    """The rate measured from the output for ones: the fraction below 1, or the variance of noise."""
-    y = y.detach().double()
-    if text.startswith("UniformNoise"):
-        return y.std().item() * 3**0.5
-    if text.startswith("NEFTune"):
-        return y.std().item() * (3 * y[0].numel()) ** 0.5
-    if text.startswith("Cutout"):
-        y = y.amin((1, 2, 3))
-    if text.startswith("TokenDropout"):
-        y = y[:, 1:]
-    if text.startswith("GaussianNoise"):
-        return y.std().item()
-    if text.startswith("GaussianDropout"):
-        return (y.var() / (1 + y.var())).item()
-    return (y < 0.999).double().mean().item()
-
-
-def bound(text: str) -> float:
-    """Four standard errors of `measured_rate` at 0.4, from the number of units that are dropped together."""
-    units = {"Dropout": X.numel(), "AlphaDropout": X.numel(), "DropBlock": X.numel() / 9}
-    name = text.split("(")[0]
-    return 0.01 if name in NOISE else 4 * (0.4 * 0.6 / units.get(name, 64 * 64)) ** 0.5
-
-
-@pytest.fixture(params=TEXTS.values())
-def text(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-MULTIPLYING = [text for text in TEXTS.values() if not text.startswith(("GaussianNoise", "NEFTune"))]
+MULTIPLYING = [name for name in TEXTS if name not in ("GaussianNoise", "NEFTune")]
 """The regularizers whose gradient equals their multiplier."""
 
 
-DROPPING = [text for text in MULTIPLYING if not text.startswith(NOISE)]
+def input_of(name: str) -> Tensor:
+    """A tensor of ones with a supported shape, large enough to measure the rate."""
+    return torch.ones(SHAPES.get(name, tuple(X.shape)))
 
 
-FEW = pytest.mark.parametrize(
-    "text", ["Dropout(0.4)", TEXTS["DropBlock"], "DropPath(0.4)", "UniformNoise(0.4)"], indirect=True
-)
-"""One for each way to draw. `test_conformance.py` has the properties that all must have."""
+def measured_rate(name: str, y: Tensor) -> float:
+    """The rate measured from the output for ones: the fraction below 1, or the variance of noise."""
+    y = y.detach().double()
+    match name:
+        case "UniformNoise":
+            return y.std().item() * 3**0.5
+        case "NEFTune":
+            return y.std().item() * (3 * y[0].numel()) ** 0.5
+        case "GaussianNoise":
+            return y.std().item()
+        case "GaussianDropout":
+            return (y.var() / (1 + y.var())).item()
+        case "Cutout":
+            y = y.amin((1, 2, 3))
+        case "TokenDropout":
+            y = y[:, 1:]
+    return (y < 0.999).double().mean().item()
 
 
-def compiled(call: Callable[..., Tensor], **settings: object) -> Callable[..., Tensor]:
+def bound(name: str) -> float:
+    """Four standard errors of `measured_rate` at 0.4, from the number of units that are dropped together."""
+    units = {"Dropout": X.numel(), "AlphaDropout": X.numel(), "DropBlock": X.numel() / 9}
+    return 0.01 if name in NOISE else 4 * (0.4 * 0.6 / units.get(name, 64 * 64)) ** 0.5
+
+
+class Sites(nn.Module):
+    """A layer for each regularizer, so that all of them are in one graph."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self.sites = nn.ModuleDict({name: nn.Identity() for name in names})
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: site(inputs[name]) for name, site in self.sites.items()}
+
+
+def hooked(names: Iterable[str], rate: float = 0.4, steps: int = 0) -> tuple[Sites, Injection]:
+    model = Sites(names)
+    given = {f"sites.{name}": at_rate(parse(TEXTS[name]), rate) for name in names}
+    return model, inject(model, given, schedule=LinearSchedule(steps) if steps else None)
+
+
+def inputs_of(names: Iterable[str]) -> dict[str, Tensor]:
+    return {name: input_of(name).requires_grad_() for name in names}
+
+
+def compiled(call: Callable[..., Any], **settings: object) -> Callable[..., Any]:
     return torch.compile(call, **{"backend": "aot_eager", "fullgraph": True, **settings})
+
+
+FEW = pytest.mark.parametrize("name", ["Dropout", "DropBlock", "DropPath", "UniformNoise"])
+"""One for each way to draw. `test_conformance.py` has the properties that all must have."""
 
 
 def test_table_covers_every_regularizer() -> None:
@@ -114,12 +115,12 @@ def test_table_covers_every_regularizer() -> None:
 
 
 @FEW
-def test_three_graphs_serve_a_thousand_steps_and_eval(text: str) -> None:
+def test_three_graphs_serve_all_steps_and_eval(name: str) -> None:
     """Training at rate 0, training above it, and eval. With fullgraph, a graph break would be an error."""
-    model, x = Net(), input_of(text)[:2]
-    drop = inject(model, text, layers="inner", schedule=LinearSchedule(1000))
+    model, x = Net(), input_of(name)[:2]
+    drop = inject(model, TEXTS[name], layers="inner", schedule=LinearSchedule(50))
     fast = compiled(model)
-    for step in range(1001):
+    for step in range(51):
         drop.seek(step)
         fast(x).sum().backward()
     model.eval()
@@ -131,32 +132,19 @@ def test_three_graphs_serve_a_thousand_steps_and_eval(text: str) -> None:
 
 RATES = """
 import json, sys, torch
-from torch import nn
-sys.path.insert(0, sys.argv[1])
-from tests.integration.compile.test_compiled_regularizers import NOISE, TEXTS, input_of, measured_rate
-from hookdrop import LinearSchedule, inject, parse
-from hookdrop.regularizers import at_rate
+sys.path.insert(0, {root!r})
+from tests.integration.compile.test_compiled_regularizers import NOISE, TEXTS, hooked, inputs_of, measured_rate
 
-class All(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.sites = nn.ModuleDict({name: nn.Identity() for name in TEXTS})
-    def forward(self, inputs):
-        return {name: site(inputs[name]) for name, site in self.sites.items()}
-
-model, target = All(), float(sys.argv[2])
-given = {f"sites.{name}": at_rate(parse(text), target) for name, text in TEXTS.items()}
-drop = inject(model, given, schedule=LinearSchedule(4))
-fast = torch.compile(model, fullgraph=True)
-inputs = {name: input_of(text).requires_grad_() for name, text in TEXTS.items()}
+model, drop = hooked(TEXTS, {target}, steps=4)
+fast, inputs = torch.compile(model, fullgraph=True), inputs_of(TEXTS)
 torch.manual_seed(1)
-for step in range(5):
+for step in (0, 1, 4):
     drop.seek(step)
     outputs = fast(inputs)
     drop.seek(4)  # between forward and backward
     grads = torch.autograd.grad(sum(y.sum() for y in outputs.values()), list(inputs.values()))
-    same = {n: (n in NOISE or torch.equal(g == 0, y < .999)) for (n, y), g in zip(outputs.items(), grads)}
-    print(json.dumps({n: [measured_rate(TEXTS[n], y), same[n]] for n, y in outputs.items()}))
+    same = {{n: (n in NOISE or torch.equal(g == 0, y < .999)) for (n, y), g in zip(outputs.items(), grads)}}
+    print(json.dumps([step, {{n: [measured_rate(n, y), same[n]] for n, y in outputs.items()}}]))
 """
 
 
@@ -164,72 +152,69 @@ def test_rates_are_right_in_two_processes_that_share_an_inductor_cache(tmp_path:
     """A rate compiled in as a constant would reappear from the cache. Backward uses the mask of forward."""
     settings = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
     for target in (0.4, 0.2):
-        run = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", RATES, str(ROOT), str(target)],
-            env={**os.environ, **settings},
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        for step, line in enumerate(run.stdout.splitlines()):
-            for name, (rate, same_mask) in json.loads(line).items():
+        printed = run_code(RATES.format(root=str(ROOT), target=target), "-W", "ignore", env={**os.environ, **settings})
+        for step, found in map(json.loads, printed.splitlines()):
+            for name, (rate, same_mask) in found.items():
                 assert rate == pytest.approx(target * step / 4, abs=bound(name)), (name, step)
                 assert same_mask or step == 0, (name, step)
     assert any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", MULTIPLYING)
-def test_the_rate_may_change_between_forward_and_backward(text: str) -> None:
+def assert_gradient_is_the_multiplier(name: str, y: Tensor, gradient: Tensor) -> None:
+    """For ones, whose gradient is that of the sum of the outputs."""
+    if "Alpha" in name:  # it also adds
+        assert len(gradient.unique()) == 2
+        assert torch.equal(gradient == 0, y < 0.999)
+    else:
+        torch.testing.assert_close(gradient, y)
+
+
+def test_the_rate_may_change_between_forward_and_backward() -> None:
     """The gradient is the multiplier of the forward, at the rate of the forward."""
-    model = Net()
-    drop = inject(model, text, layers="inner", schedule=LinearSchedule(10))
-    fast = compiled(model)
-    for step in range(1, 10, 2):
+    model, drop = hooked(MULTIPLYING, steps=10)
+    fast, inputs = compiled(model), inputs_of(MULTIPLYING)
+    for step in (1, 5, 9):
         drop.seek(step)
-        x = input_of(text).requires_grad_()
-        y = fast(x)
+        outputs = fast(inputs)
         drop.seek(10)
-        (grad,) = torch.autograd.grad(y.sum(), x)
-        if "Alpha" in text:
-            assert len(grad.unique()) == 2
-            assert torch.equal(grad == 0, y < 0.999)
-        else:
-            torch.testing.assert_close(grad, y)
+        gradients = torch.autograd.grad(sum(y.sum() for y in outputs.values()), list(inputs.values()))
+        for (name, y), gradient in zip(outputs.items(), gradients, strict=True):
+            assert_gradient_is_the_multiplier(name, y, gradient)
+    assert graphs() == 1
 
 
-@pytest.mark.parametrize("text", [text for text in DROPPING if not text.startswith("HeadDropout")])
 @pytest.mark.parametrize("p", [1.0, 1e-4, 0.999])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_extreme_rates_and_low_precision(text: str, p: float, dtype: torch.dtype) -> None:
-    regularizer = at_rate(parse(text), p)
-    model, x = Net().to(dtype), input_of(text).to(dtype)
-    inject(model, regularizer, layers="inner")
-    y = compiled(model)(x)
-    assert y.dtype == dtype
-    assert torch.isfinite(y).all()
-    one_in = 9 if text.startswith("DropBlock") else x.numel() // X[0].numel() if x.dim() < 4 else X[0, 0].numel()
-    units = x.numel() / (1 if text.split("(")[0] in ("Dropout", "AlphaDropout") else one_in)
-    assert measured_rate(text, y) == pytest.approx(
-        p if p < 1 else 1.0, abs=5 * (p * (1 - p) / units) ** 0.5 + 1 / units
-    )
+def test_extreme_rates_and_low_precision(p: float, dtype: torch.dtype) -> None:
+    names = [name for name in MULTIPLYING if name not in (*NOISE, "HeadDropout")]
+    model, _ = hooked(names, p)
+    for name, y in compiled(model)({name: input_of(name).to(dtype) for name in names}).items():
+        assert y.dtype == dtype, name
+        assert torch.isfinite(y).all(), name
+        one_in = 9 if name == "DropBlock" else y.numel() // X[0].numel() if y.dim() < 4 else X[0, 0].numel()
+        units = y.numel() / (1 if name in ("Dropout", "AlphaDropout") else one_in)
+        error = 5 * (p * (1 - p) / units) ** 0.5 + 1 / units
+        assert measured_rate(name, y) == pytest.approx(p, abs=error), name
 
 
-@pytest.mark.parametrize("text", [text for text in TEXTS.values() if input_of(text).dim() == 4])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_memory_format_is_kept(text: str, memory_format: torch.memory_format) -> None:
-    x = input_of(text).contiguous(memory_format=memory_format)
-    assert compiled(parse(text))(x).is_contiguous(memory_format=memory_format)
+def test_memory_format_is_kept(memory_format: torch.memory_format) -> None:
+    names = [name for name in TEXTS if input_of(name).dim() == 4]
+    model, _ = hooked(names)
+    inputs = {name: input_of(name).contiguous(memory_format=memory_format) for name in names}
+    for name, y in compiled(model)(inputs).items():
+        assert y.is_contiguous(memory_format=memory_format), name
 
 
-def test_dynamic_shapes(text: str) -> None:
-    """With `dynamic=True` and changing sizes, the rate stays right."""
-    model, x = Net(), input_of(text)
-    inject(model, text, layers="inner")
+def test_dynamic_shapes() -> None:
+    """With `dynamic=True` and changing sizes, the rates stay right."""
+    model, _ = hooked(TEXTS)
     fast = compiled(model, dynamic=True)
-    for batch in (64, 48, 57):
-        part = x[: x.shape[0] * batch // 64]
-        assert measured_rate(text, fast(part)) == pytest.approx(0.4, abs=1.5 * bound(text))
-    assert graphs() <= 2
+    for batch in (57, 48):  # not 64, the number of channels, which PyTorch would take for the same size
+        inputs = {name: input_of(name) for name in TEXTS}
+        for name, y in fast({name: x[: len(x) * batch // 64] for name, x in inputs.items()}).items():
+            assert measured_rate(name, y) == pytest.approx(0.4, abs=1.5 * bound(name)), name
+    assert graphs() == 1
 
 
 class Blocks(nn.Module):
@@ -244,35 +229,32 @@ class Blocks(nn.Module):
 
 @FEW
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_replays_the_mask(text: str, use_reentrant: bool) -> None:
+def test_checkpointing_replays_the_mask(name: str, use_reentrant: bool) -> None:
     """The gradient is the multiplier of the forward, although the block is recomputed."""
     model = Blocks(use_reentrant)
-    drop = inject(model, text, layers="inner.0", schedule=LinearSchedule(4))
+    drop = inject(model, TEXTS[name], layers="inner.0", schedule=LinearSchedule(4))
     fast = compiled(model, fullgraph=False)
     for step in (1, 3):
         drop.seek(step)
-        x = input_of(text).requires_grad_()
+        x = input_of(name).requires_grad_()
         y = fast(x)
         y.sum().backward()
         assert x.grad is not None
-        torch.testing.assert_close(x.grad == 0, y < 0.999) if "Alpha" in text else torch.testing.assert_close(x.grad, y)
+        assert_gradient_is_the_multiplier(name, y, x.grad)
 
 
 SKIP = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
+@FEW
 @pytest.mark.skipif(not hasattr(torch._dynamo.config, SKIP), reason=f"this PyTorch has no {SKIP}")
-def test_checkpointing_inside_one_graph(text: str) -> None:
+def test_checkpointing_inside_one_graph(name: str) -> None:
     """A hook records that it ran, a side effect that PyTorch must be allowed to skip in the recomputation."""
     with torch._dynamo.config.patch({SKIP: True}):
-        model = Blocks(use_reentrant=False)
-        inject(model, text, layers="inner.0")
-        x = input_of(text).requires_grad_()
+        model, x = Blocks(use_reentrant=False), input_of(name).requires_grad_()
+        inject(model, TEXTS[name], layers="inner.0")
         y = compiled(model)(x)
-        y.sum().backward()
-        assert x.grad is not None
-        if "Alpha" not in text and not text.startswith(("GaussianNoise", "NEFTune")):
-            torch.testing.assert_close(x.grad, y)
+        assert_gradient_is_the_multiplier(name, y, *torch.autograd.grad(y.sum(), x))
 
 
 class Ops:
@@ -286,24 +268,23 @@ class Ops:
         return graph.forward
 
 
-@FEW
-def test_eval_graph_equals_that_of_the_clean_model(text: str) -> None:
+@pytest.mark.parametrize("regularizer", ["Dropout(0.4)", "DropBlock(0.4, 3)", nn.Dropout(0.4)], ids=str)
+def test_eval_graph_equals_that_of_the_clean_model(regularizer: Any) -> None:
     clean = nn.Sequential(nn.Identity(), nn.ReLU(), nn.Identity()).eval()
     hooked = copy.deepcopy(clean)
-    inject(hooked, text, layers="*")
+    inject(hooked, regularizer, layers="*", schedule=LinearSchedule(20))
     counts = []
     for model in (clean, hooked):
         torch.compiler.reset()
         ops = Ops()
-        torch.compile(model, backend=ops, fullgraph=True)(input_of(text))
+        torch.compile(model, backend=ops, fullgraph=True)(X)
         counts.append(ops.counts)
     assert counts[0] == counts[1]
     assert len(counts[0]) == 1
 
 
-FOREIGN = [
+FOREIGN: list[tuple[nn.Module, str | None]] = [
     (nn.Dropout2d(0.4), "use hookdrop.Dropout2d(p=0.4), which compiles without a graph break"),
-    (nn.AlphaDropout(0.4), "use hookdrop.AlphaDropout(p=0.4), which compiles"),
     (nn.RReLU(), None),
 ]
 try:
@@ -314,8 +295,6 @@ except ImportError:
 else:
     FOREIGN += [
         (torchvision.ops.StochasticDepth(0.4, "row"), "use hookdrop.DropPath(p=0.4, mode='row'), which"),
-        (torchvision.ops.DropBlock2d(0.4, 3), "use hookdrop.DropBlock(p=0.4, block_size=3), which"),
-        (timm.layers.DropPath(0.4), "use hookdrop.DropPath(p=0.4), which"),
         (timm.layers.DropBlock2d(0.4, 3), "use hookdrop.DropBlock(p=0.4, block_size=3), which"),
     ]
 
@@ -339,19 +318,20 @@ def test_rates_of_foreign_modules_are_right_after_a_graph_break() -> None:
     model = Net()
     drop = inject(model, nn.Dropout(0.4), layers="inner", schedule=LinearSchedule(30))
     fast = compiled(model, fullgraph=False)
-    for step in range(31):
+    for step in range(0, 31, 3):
         drop.seek(step)
         assert zero_fraction(fast(X)) == pytest.approx(0.4 * step / 30, abs=0.005)
     assert len(counters["graph_break"]) == 1
 
 
-def test_standalone_layer_follows_its_rate(text: str) -> None:
+@FEW
+def test_standalone_layer_follows_its_rate(name: str) -> None:
     """It is recompiled for each rate, but always right."""
-    layer, x = parse(text), input_of(text)
+    layer, x = parse(TEXTS[name]), input_of(name)
     fast = compiled(layer)
-    for rate in (0.4, 0.2, 0.3):
+    for rate in (0.4, 0.2):
         setattr(layer, type(layer).rate.attribute, rate)
-        assert measured_rate(text, fast(x)) == pytest.approx(rate, abs=bound(text))
+        assert measured_rate(name, fast(x)) == pytest.approx(rate, abs=bound(name))
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="this PyTorch does not report the reason")
@@ -362,24 +342,24 @@ def test_measuring_under_fullgraph_raises_with_a_hint() -> None:
         compiled(model)(X)
 
 
-@FEW
-def test_measuring_causes_only_a_temporary_graph_break(text: str) -> None:
-    model, x = Net(), input_of(text)
-    drop = inject(model, text, layers="inner")
+def test_measuring_causes_only_a_temporary_graph_break() -> None:
+    model = Net()
+    drop = inject(model, Dropout(0.4), layers="inner")
     fast = compiled(model, fullgraph=False)
-    fast(x)
-    with drop.recording(last=0) as m:
-        fast(x)
-    assert m.totals.asked == pytest.approx(
-        0.0 if text.startswith("Cutout") else 0.4
-    )  # its p is not a fraction of elements
-    assert measured_rate(text, fast(x)) == pytest.approx(0.4, abs=bound(text))
+    fast(X)
+    with drop.recording() as m:
+        y = fast(X)
+    assert torch.equal(m["inner"].after, y)
+    assert m.totals.asked == pytest.approx(0.4)
+    assert m.totals.dropped == pytest.approx(0.4, abs=bound("Dropout"))
+    assert zero_fraction(fast(X)) == pytest.approx(0.4, abs=bound("Dropout"))
     before = graphs()
-    fast(x)
+    fast(X)
     assert graphs() == before
+    assert drop.probe(X).eval_identical
 
 
-@pytest.mark.parametrize("regularizer", [DropBlock(0.4, 3), Dropout(0.4), nn.Dropout(0.4)], ids=repr)
+@pytest.mark.parametrize("regularizer", [Dropout(0.4), nn.Dropout(0.4)], ids=repr)
 @pytest.mark.parametrize("clean_first", [True, False])
 def test_hooked_and_clean_models_of_one_class_do_not_share_code(regularizer: nn.Module, clean_first: bool) -> None:
     """A teacher and a student of one class: by default PyTorch ignores hooks when it looks up compiled code."""
@@ -412,24 +392,3 @@ def test_a_container_that_never_runs_warns_without_a_graph_break() -> None:
     with pytest.warns(HookdropWarning, match="'stage' never ran"):
         drop.step()
     assert graphs() == 1
-
-
-@pytest.mark.filterwarnings("ignore:Skipping serialization:UserWarning")  # raised by PyTorch 2.6 itself
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_mixstyle_follows_its_schedule(backend: str) -> None:
-    """One graph above rate 0. The rate is right within 4 standard errors, and other batches are unchanged."""
-    model = nn.Sequential(nn.Identity())
-    drop = inject(model, MixStyle(1.0, alpha=5.0), layers="0", schedule=LinearSchedule(10))
-    fast, x = torch.compile(model, backend=backend, fullgraph=True), styled()
-    for step in (3, 7):
-        drop.seek(step)
-        mixed = sum(not torch.equal(fast(x), x) for _ in range(400))
-        assert abs(mixed / 400 - step / 10) < 4 * math.sqrt(0.21 / 400)
-    drop.seek(10)
-    x.requires_grad_()
-    y = fast(x)
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    assert not torch.equal(y, x)
-    assert len(grad.flatten(2).unique(dim=2).shape) == 3
-    torch.testing.assert_close(grad, grad[:, :, :1, :1].expand_as(grad))  # one factor per channel
-    assert graphs() <= 2

@@ -1,4 +1,4 @@
-"""ShakeDrop, DSU and Masksembles in compiled code: one graph for all rates, the right rate, and the masks of eager code."""
+"""ShakeDrop, DSU, MixStyle and Masksembles in compiled code: one graph for all rates, the right rate, and the masks of eager code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import DSU, DropPath, LinearSchedule, Masksembles, NEFTune, Regularizer, ShakeDrop, inject
+from hookdrop import DSU, DropPath, LinearSchedule, Masksembles, MixStyle, NEFTune, Regularizer, ShakeDrop, inject
 from tests.support.compiling import Net, graphs
 from tests.support.tensors import all_equal, styled, within
 from tests.unit.hooks.test_call_context import IDS, MASK, TokenModel, Windowed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Skipping serialization:UserWarning")  # raised by PyTorch 2.6 itself
-BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 
 
 def hooked(regularizer: Regularizer, schedule: LinearSchedule | None = None) -> tuple[nn.Module, object]:
@@ -24,7 +23,7 @@ def hooked(regularizer: Regularizer, schedule: LinearSchedule | None = None) -> 
     return model, inject(model, regularizer, layers="inner", schedule=schedule)
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_shake_drop_follows_its_schedule(backend: str) -> None:
     """Two graphs: at rate 0 and above. For ones, the output is the forward and the gradient the backward factor."""
     n, p = 20_000, 0.5
@@ -51,10 +50,10 @@ def test_compiled_shake_drop_follows_its_schedule(backend: str) -> None:
     assert graphs() <= 2
 
 
-@BACKENDS
-def test_compiled_dsu_follows_its_schedule(backend: str) -> None:
-    """The rate is right within 4 standard errors, and other batches are unchanged."""
-    model, drop = hooked(DSU(1.0), LinearSchedule(10))
+@pytest.mark.parametrize(("regularizer", "backend"), [(DSU(1.0), "inductor"), (MixStyle(1.0, alpha=5.0), "aot_eager")])
+def test_batches_are_mixed_at_the_rate_of_the_schedule(regularizer: Regularizer, backend: str) -> None:
+    """The rate is right within 4 standard errors, and other batches are unchanged. One graph above rate 0."""
+    model, drop = hooked(regularizer, LinearSchedule(10))
     fast, x = torch.compile(model, backend=backend, fullgraph=True), styled()
     for step in (3, 7):
         drop.seek(step)
@@ -63,8 +62,11 @@ def test_compiled_dsu_follows_its_schedule(backend: str) -> None:
     assert graphs() == 1
 
 
-@BACKENDS
-@pytest.mark.parametrize("shape", [(8, 12), (8, 12, 5, 5), (4, 12, 3, 3, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "backend"),
+    [((8, 12), "aot_eager"), ((8, 12, 5, 5), "inductor"), ((4, 12, 3, 3, 3), "aot_eager")],
+    ids=str,
+)
 def test_compiled_masksembles_equals_eager(backend: str, shape: tuple[int, ...]) -> None:
     """Also after another compilation in a copy."""
     model, _ = hooked(Masksembles(n=4))

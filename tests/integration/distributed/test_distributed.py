@@ -1,4 +1,4 @@
-"""Several ranks: DDP, FSDP2, tensor parallelism, sharded checkpoints, seeds, and `examples/train_ddp.py`.
+"""Several ranks: DDP, FSDP2, tensor parallelism, sharded checkpoints, and seeds.
 
 torchrun starts the programs in `tests/integration/distributed/programs/`; each rank writes its results to a file, which the tests
 here read.
@@ -6,15 +6,9 @@ here read.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
-import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,26 +35,14 @@ from hookdrop import (
     seed_per_rank,
 )
 from tests.integration.distributed.programs.nets import Net, output
-from tests.support.programs import ROOT, load, run_python
+from tests.support.programs import ROOT, locked_folder, run_python
 
 PROGRAMS = ROOT / "tests" / "integration" / "distributed" / "programs"
-EXAMPLES = ROOT / "examples"
 
 Facts = dict[str, Any]
 """What one rank found in one check."""
 Results = list[dict[str, Facts]]
 """What each rank found, by the name of the check."""
-
-
-@contextmanager
-def locked_folder(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
-    """A folder shared by pytest-xdist's workers, for one of them at a time."""
-    root = factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-    (root / name).mkdir(exist_ok=True)
-    with open(root / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield root / name
 
 
 def run_program(folder: Path, program: str, *arguments: object, ranks: int) -> Results:
@@ -88,13 +70,9 @@ def by_rank(results: Results, check: str) -> list[Facts]:
 
 # --- DDP and FSDP2
 
-DDP = [
-    f"ddp {kind} {when}"
-    for kind in ("default", "find_unused_parameters", "static_graph")
-    for when in ("before", "after")
-]
-FSDP = [f"fsdp {when} reshard={reshard}" for when in ("before", "after") for reshard in (True, False)]
-WRAPPED = pytest.mark.parametrize("how", [*DDP, *FSDP, "fsdp checkpointed"])
+DDP = ["ddp default before", "ddp default after", "ddp find_unused_parameters before", "ddp static_graph after"]
+FSDP = ["fsdp before reshard=True", "fsdp after reshard=False", "fsdp checkpointed"]
+WRAPPED = pytest.mark.parametrize("how", [*DDP, *FSDP])
 
 
 @WRAPPED
@@ -125,19 +103,19 @@ def test_masks_differ_between_ranks_seeded_per_rank(results: Results, how: str) 
     assert len(set(first)) == 3
 
 
-def test_dropped_layers_heads_and_subsets_need_no_find_unused_parameters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_dropped_layers_heads_and_subsets_need_no_find_unused_parameters(results: Results, how: str) -> None:
     """A layer is skipped on one rank, on both and on none; the gradients are the mean over unwrapped models."""
-    first, second = run_program(tmp_path, "language_model", ranks=2)
-    for how in ("ddp", "fsdp"):
-        assert max(first[how]["error"], second[how]["error"]) <= 1e-6
-        pairs = set(zip(first[how]["skipped"], second[how]["skipped"], strict=True))
-        assert {(True, False), (False, True)} & pairs
-        assert {(True, True), (False, False)} & pairs
+    first, second = by_rank(results, f"language model {how}")
+    assert max(first["error"], second["error"]) <= 1e-6
+    pairs = set(zip(first["skipped"], second["skipped"], strict=True))
+    assert {(True, False), (False, True)} & pairs
+    assert {(True, True), (False, False)} & pairs
 
 
-def test_branches_are_skipped_on_all_ranks_together(tmp_path: Path) -> None:
+def test_branches_are_skipped_on_all_ranks_together(results: Results) -> None:
     """With one seed per step, also if ranks have batches of different sizes and checkpoints recompute."""
-    ranks = run_program(tmp_path, "same_masks", ranks=2)
+    ranks = by_rank(results, "branches")
     assert ranks[0]["own"] != ranks[1]["own"]
     same = ranks[0]["same"]
     assert same == ranks[1]["same"]
@@ -181,11 +159,10 @@ def test_hooks_placed_on_the_meta_device_work_after_to_empty(results: Results) -
         assert facts["check"] == []
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("how", ["DistributedDataParallel", "fully_shard"])
-def test_a_step_skipped_for_an_overflow_on_one_rank_counts_on_no_rank(results: Results, how: str, fused: bool) -> None:
+@pytest.mark.parametrize("how", ["DistributedDataParallel fused=True", "fully_shard fused=False"])
+def test_a_step_skipped_for_an_overflow_on_one_rank_counts_on_no_rank(results: Results, how: str) -> None:
     """Two accumulated batches count once, then the overflow, then one more."""
-    for facts in by_rank(results, f"scaler {how} fused={fused}"):
+    for facts in by_rank(results, f"scaler {how}"):
         assert facts["counts"] == [1, 1, 2]
         assert facts["p"] == pytest.approx(0.08)
         assert facts["scale"] == 2.0  # halved by the overflow
@@ -216,33 +193,11 @@ def test_compiled_ddp_drops_at_the_rates_of_the_schedule(results: Results) -> No
     assert first["weights"] == second["weights"]
 
 
-def test_distributed_data_parallel_injected_before_and_after_wrapping(
-    model: nn.Module, images: torch.Tensor, tmp_path: Path
-) -> None:
-    """One gloo process: names resolve through the wrapper, hooks fire once, gradients flow."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        before = inject(model, DropBlock(0.3, 3), layers="layer1.*")
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        after = inject(wrapped, Dropout(0.3), layers=["layer2.*", "module.fc"])
-        assert [site.name for site in after.sites] == ["layer2.0", "layer2.1", "fc"]
-        with before.recording(last=0) as m, after.recording(last=0) as n:
-            wrapped(images).sum().backward()
-        assert (m.totals.calls, n.totals.calls) == (2, 3)
-        assert all(p.grad is not None for p in model.parameters())
-        assert [one.name for one in find(wrapped)] == [before.name, after.name]
-    finally:
-        dist.destroy_process_group()
-
-
 # --- tensor parallelism
 
 
 @pytest.mark.parametrize("local", [True, False])
-@pytest.mark.parametrize(
-    "name", ["Dropout", "Dropout1d", "DropPath", "GaussianDropout", "GaussianNoise", "AlphaDropout"]
-)
+@pytest.mark.parametrize("name", ["Dropout", "Dropout1d", "DropPath", "GaussianNoise", "AlphaDropout"])
 def test_a_dtensor_stays_a_dtensor(results: Results, name: str, local: bool) -> None:
     for facts in by_rank(results, "tensor parallel"):
         facts = facts[f"{name} {local}"]
@@ -375,14 +330,12 @@ def test_a_checkpoint_of_two_ranks_resumes_in_one_process(two_ranks: tuple[Path,
 
 
 @WITHOUT_PROCESS_GROUP
-def test_async_save_writes_the_same_state(two_ranks: tuple[Path, Results]) -> None:
+def test_asynchronous_saves_and_conversions_keep_the_state(two_ranks: tuple[Path, Results], tmp_path: Path) -> None:
+    folder, _ = two_ranks
+    dcp_to_torch_save(folder / "saved", tmp_path / "whole.pt")
     net, drop = injected_net()
-    dcp.load({"all": find(net), "drop": drop}, checkpoint_id=two_ranks[0] / "async")
+    dcp.load({"all": find(net), "drop": drop}, checkpoint_id=folder / "async")
     assert (drop.step_count, drop.target_p) == (5, 0.2)
-
-
-def test_dcp_to_torch_save_keeps_the_state(two_ranks: tuple[Path, Results], tmp_path: Path) -> None:
-    dcp_to_torch_save(two_ranks[0] / "saved", tmp_path / "whole.pt")
     net, drop = injected_net()
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
     net.load_state_dict(whole["model"])
@@ -401,113 +354,3 @@ def test_a_checkpoint_of_other_sites_raises_and_changes_nothing(
     ):
         dcp.load({"drop": drop}, checkpoint_id=two_ranks[0] / "saved")
     assert (drop.step_count, drop.target_p) == (0, 0.4)
-
-
-# --- examples/train_ddp.py
-
-TINY = "--image-size 32 --epochs 3 --batch-size 96 --device cpu --regularizer 'DropBlock(p=0.2, block_size=3)' --layers layer2.0"
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    pytest.importorskip("timm")
-    pytest.importorskip("torchvision")
-    pytest.importorskip("sklearn")
-    return load(EXAMPLES / "train_ddp.py")
-
-
-@pytest.fixture(scope="module")
-def three_runs(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """An epoch of DDP on two ranks, an epoch of FSDP2 in bfloat16 on two, and an epoch in one process."""
-    runs = [(2, "--stop-after-epoch 1"), (2, "--fsdp --bf16 --resume --stop-after-epoch 2"), (0, "--resume")]
-    with locked_folder(tmp_path_factory, "train_ddp") as folder:
-        for i, (ranks, more) in enumerate(runs):
-            if not (folder / f"{i}.txt").exists():
-                arguments = shlex.split(f"{TINY} {more} --out {folder / 'out'}")
-                (folder / f"{i}.txt").write_text(run_python(EXAMPLES / "train_ddp.py", *arguments, ranks=ranks))
-        return folder / "out", [(folder / f"{i}.txt").read_text() for i in range(3)]
-
-
-def test_the_example_resumes_with_other_ranks_and_wrappers(three_runs: tuple[Path, list[str]]) -> None:
-    _, printed = three_runs
-    losses = []
-    for i, text in enumerate(printed, start=1):
-        (line,) = [line for line in text.splitlines() if line.startswith("epoch ")]
-        matched = re.match(r"epoch (\d): loss ([\d.]+), accuracy .*p=([\d.]+) of 0.2, step (\d+) of", line)
-        assert matched, line
-        assert (int(matched[1]), int(matched[4])) == (i, 13 * i)
-        assert float(matched[3]) == pytest.approx(0.2 * i / 3, abs=1e-4)
-        losses.append(float(matched[2]))
-        assert (f"{i - 1} of 3 epochs completed" in text) is (i > 1)
-    assert losses == sorted(losses, reverse=True)
-
-
-def test_only_rank_0_prints(three_runs: tuple[Path, list[str]]) -> None:
-    for text in three_runs[1]:
-        assert text.count("1 site of ResNet") == 1
-
-
-def test_the_example_saves_plain_weights_and_one_checkpoint(
-    example: ModuleType, three_runs: tuple[Path, list[str]]
-) -> None:
-    out, printed = three_runs
-    model = example.timm.create_model("test_resnet", num_classes=10)
-    model.load_state_dict(torch.load(out / "model.pt", weights_only=True), strict=True)
-    images = example.Digits(train=False, size=32)
-    with torch.no_grad():
-        right = model.eval()(torch.stack([images[i][0] for i in range(500)])).argmax(1) == images.labels
-    assert f"accuracy {right.float().mean():.2%}" in printed[2]
-    assert sorted(path.name for path in out.iterdir()) == ["epoch-0003", "model.pt"]
-    assert re.search(r"measured on rank 0(.|\n)*eval output bit-identical", printed[2])
-
-
-@pytest.fixture
-def few_digits(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Few(example.Digits):
-        def __len__(self) -> int:
-            return 64
-
-    monkeypatch.setattr(example, "Digits", Few)
-    monkeypatch.delenv("RANK", raising=False)
-
-
-def in_one_process(example: ModuleType, out: Path, more: str = "") -> None:
-    example.main([*shlex.split(f"{TINY} --batch-size 16 {more}"), "--out", str(out)])
-
-
-@pytest.mark.usefixtures("few_digits")
-def test_a_resumed_run_of_the_example_ends_bit_equal(example: ModuleType, tmp_path: Path) -> None:
-    in_one_process(example, tmp_path / "whole")
-    in_one_process(example, tmp_path / "parts", "--stop-after-epoch 2")
-    in_one_process(example, tmp_path / "parts", "--resume")
-    whole, parts = (torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    with pytest.raises(SystemExit, match="already exists: continue it with --resume"):
-        in_one_process(example, tmp_path / "whole")
-    with pytest.raises(SystemExit, match="the checkpoint has different settings"):
-        in_one_process(example, tmp_path / "whole", "--resume --lr 0.5")
-    assert not dist.is_initialized()
-
-
-def test_ranks_split_the_validation_images_without_duplicates(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank has equally many; otherwise the ranks of FSDP would deadlock."""
-    images = [(torch.zeros(1), 100 + i) for i in range(10)]
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    labels = []
-    for rank in range(4):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        shard = example.Shard(images)
-        assert len(shard) == 3
-        labels += [shard[i][1] for i in range(3)]
-    assert sorted(label for label in labels if label >= 0) == list(range(100, 110))
-
-
-def test_a_batch_size_not_divisible_by_the_ranks_raises(
-    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    with pytest.raises(SystemExit, match="--batch-size 32 is not divisible by 3 ranks"):
-        example.run(example.parse_args(["--out", str(tmp_path)]), torch.device("cpu"))

@@ -87,12 +87,6 @@ def test_match_accepts_globs_and_full_names(run: Any) -> None:
     assert names == ["layer1.0.bn1", "layer1.0.bn2", "layer2.0.bn1", "layer2.0.bn2", "layer4"]
 
 
-def test_match_without_a_matching_layer_is_an_error(run_error: Any) -> None:
-    message = run_error("layers", "resnet18", "--layers", "layer5.*")
-    assert "asked for:    'layer5.*'" in message
-    assert "hookdrop layers resnet18" in message
-
-
 # models
 
 
@@ -100,13 +94,9 @@ def test_match_without_a_matching_layer_is_an_error(run_error: Any) -> None:
     ("name", "shapes", "layer", "shape"),
     [
         ("test_vit", "1x3x160x160", "blocks.0", "1x101x64"),
-        ("convnext_atto", "1x3x224x224", "stages.3", "1x320x7x7"),
-        ("lraspp_mobilenet_v3_large", "1x3x224x224", "backbone.16", "1x960x14x14"),
         ("r3d_18", "1x3x16x224x224", "layer2", "1x128x8x56x56"),
-        ("mvit_v1_b", "1x3x16x224x224", "blocks.15", "1x393x768"),
         ("raft_small", "1x3x224x224, 1x3x224x224", "feature_encoder", "2x128x28x28"),
         ("quantized_mobilenet_v2", "1x3x224x224", "features.18", "1x1280x7x7"),
-        ("regnet_y_400mf", "1x3x224x224", "trunk_output", "1x440x7x7"),
         ("fasterrcnn_mobilenet_v3_large_320_fpn", "3x224x224", "rpn.head.conv", "1x256x5x5"),
     ],
 )
@@ -192,23 +182,17 @@ def test_plan_warns_if_a_block_covers_the_map(run: Any) -> None:
     assert any(re.match("warning: DropBlock at 'layer4.0': block_size=7 covers the whole 7x7 map", x) for x in lines)
 
 
-def test_plan_warns_about_nested_sites(run: Any) -> None:
-    lines = run("plan", "resnet18", DROPBLOCK, "--layers", "layer3.**")
-    assert any(re.match(r"warning: \d+ of \d+ sites are nested inside other sites", line) for line in lines)
-
-
-def test_unknown_layer_suggests_names(run_error: Any) -> None:
-    message = run_error("plan", "resnet18", DROPBLOCK, "--layers", "layer5")
-    assert "did you mean: 'layer4'" in message
-
-
-def test_uncalled_layer_given_by_name_is_an_error(run_error: Any) -> None:
-    name = "encoder.layers.encoder_layer_0.self_attention.out_proj"
-    assert "a hook on it never fires" in run_error("plan", "vit_b_16", "Dropout(p=0.1)", "--layers", name)
-
-
-def test_dropblock_on_tokens_is_an_error(run_error: Any) -> None:
-    assert "DropBlock at 'blocks.0'" in run_error("plan", "test_vit", DROPBLOCK, "--layers", "blocks.*")
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("layer5.*", "asked for:    'layer5.*'(.|\n)*hookdrop layers test_vit"),
+        ("block", "did you mean: 'blocks'"),
+        ("blocks.0.attn.attn_drop", "a hook on it never fires"),
+        ("blocks.*", "DropBlock at 'blocks.0'"),
+    ],
+)
+def test_layers_that_do_not_fit_are_an_error(run_error: Any, layers: str, message: str) -> None:
+    assert re.search(message, run_error("plan", "test_vit", DROPBLOCK, "--layers", layers))
 
 
 def test_code_in_the_regularizer_is_not_executed(run_error: Any, tmp_path: Path) -> None:
@@ -269,13 +253,6 @@ def test_missing_extra_prints_the_install_command(run_error: Any, monkeypatch: p
             patch.setitem(sys.modules, missing, None)
             message = run_error("layers", "resnet18")
         assert message == f"hookdrop: error: {missing} is not installed.\n  pip install 'hookdrop[cli]'\n"
-
-
-def test_help_works_without_extras() -> None:
-    code = "import sys; sys.modules.update(timm=None, torchvision=None); import hookdrop.cli as c; c.main()"
-    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
-    assert "layers" in done.stdout
-    assert "plan" in done.stdout
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookdrop import HookdropWarning, InjectionError, LayerError, functional, inject, plan
+from hookdrop import InjectionError, LayerError, functional, inject, plan
 from hookdrop.recipes import dropblock_resnet, timm_dropblock
 from hookdrop.regularizers import as_regularizer
 from tests.support.models import from_timm, from_torchvision, randomize_norms
@@ -46,25 +46,11 @@ def torchvision_regnet(b: Any, x: Tensor, drop: Drop) -> Tensor:
     return F.relu(skip + conv_norm(b.f, x, drop))
 
 
-def timm_mobilenet(b: Any, x: Tensor, drop: Drop) -> Tensor:
-    skip = drop(x) if b.has_skip else 0.0
-    x = drop(b.bn1(b.conv_pw(x)))
-    x = drop(b.bn2(b.conv_dw(x)))
-    return drop(b.bn3(b.conv_pwl(x))) + skip
-
-
 def pre_activation(b: Any, x: Tensor, drop: Drop) -> Tensor:
     skip = drop(x) if b.downsample is None else None
     x = b.norm1(x)
     skip = drop(b.downsample(x)) if skip is None else skip
     return drop(b.conv2(drop(b.norm2(b.conv1(x))))) + skip
-
-
-def timm_regnet(b: Any, x: Tensor, drop: Drop) -> Tensor:
-    skip = x
-    for part in (b.conv1, b.conv2, b.conv3):
-        x = drop(part.bn(part.conv(x)))
-    return F.relu(x + drop(b.downsample(skip)))
 
 
 def res2net(b: Any, x: Tensor, drop: Drop) -> Tensor:
@@ -113,19 +99,12 @@ CNNS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], str, str]]
         r"trunk_output\.block3\.[^.]*",
         r"trunk_output\.block4\.[^.]*",
     ),
-    "EfficientNet of timm": (
-        from_timm("efficientnet_lite0", num_classes=5),
-        timm_mobilenet,
-        r"blocks\.[34]\.\d",
-        r"blocks\.[56]\.\d",
-    ),
     "ResNetV2 of timm": (
         from_timm("resnetv2_18", num_classes=5),
         pre_activation,
         r"stages\.2\.blocks\.\d",
         r"stages\.3\.blocks\.\d",
     ),
-    "RegNet of timm": (from_timm("regnetx_002", num_classes=5), timm_regnet, r"s3\.b\d", r"s4\.b\d"),
     "Res2Net of timm": (from_timm("res2net50_26w_4s", num_classes=5), res2net, r"layer3\.\d", r"layer4\.\d"),
     "ResNet of transformers": (
         Logits,
@@ -167,13 +146,7 @@ def test_stages_of_a_dilated_network_end_where_the_dilation_changes() -> None:
     assert {name for name, p in rates.items() if p == 0.05} == {f"backbone.{i}" for i in range(7, 13)}
 
 
-def test_dilation_does_not_change_the_sites() -> None:
-    plain, dilated = timm.create_model("regnetx_002"), timm.create_model("regnetx_002", output_stride=8)
-    sites = [[(site.name, site.p) for site in plan(model, dropblock_resnet()).sites] for model in (plain, dilated)]
-    assert sites[0] == sites[1]
-
-
-@pytest.mark.parametrize("name", ["seresnet50", "skresnet18", "rexnet_100", "mobilenetv3_small_050", "resnext26ts"])
+@pytest.mark.parametrize("name", ["skresnet18", "rexnet_100", "resnext26ts"])
 def test_gates_and_skips_have_no_other_site(name: str) -> None:
     """The sites are the norms of the last stages' blocks, without those of gates, and one for each skip."""
     with torch.device("meta"):
@@ -188,12 +161,6 @@ def test_gates_and_skips_have_no_other_site(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "count", "config"),
     [
-        ("ResNet", 16, {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 2]}),
-        (
-            "RegNet",
-            16,
-            {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 2], "groups_width": 8},
-        ),
         ("Bit", 16, {"embedding_size": 32, "hidden_sizes": [128, 128, 256, 256], "depths": [1, 1, 2, 2]}),
         ("MobileNetV2", 40, {"depth_multiplier": 0.5}),
     ],
@@ -253,9 +220,7 @@ class TestOtherModelsRaise:
 RESNETS = {
     "torchvision, basic blocks": from_torchvision("resnet18", num_classes=5),
     "torchvision, bottlenecks": from_torchvision("resnet50", num_classes=5),
-    "torchvision, grouped bottlenecks": from_torchvision("resnext50_32x4d", num_classes=5),
     "timm, basic blocks": from_timm("resnet18", num_classes=5),
-    "timm, bottlenecks": from_timm("resnet26", num_classes=5),
     "timm, a deep stem and pooled projections": from_timm("resnet26d", num_classes=5),
 }
 
@@ -295,13 +260,6 @@ class TestTheDropBlockPaper:
         theirs = train_step(twin, x, self.written_out(twin, 0.2, 3))
         assert all_equal(train_step(model, x), theirs)
 
-    def test_dropblock_changes_the_outputs(self) -> None:
-        torch.manual_seed(0)
-        model, x = torchvision.models.resnet18(num_classes=5), torch.randn(2, 3, 128, 128)
-        plain = train_step(copy.deepcopy(model), x)[0]
-        inject(model, dropblock_resnet(p=0.2, block_size=3))
-        assert not torch.equal(train_step(model, x)[0], plain)
-
     def test_sites_are_the_norms_and_skips_of_groups_3_and_4(self) -> None:
         model = torchvision.models.resnet50()
         sites = {site.name: site.p for site in inject(model, dropblock_resnet(p=0.4)).sites}
@@ -310,14 +268,6 @@ class TestTheDropBlockPaper:
         expected |= {f"{block}.downsample.1" if block.endswith(".0") else block for block in blocks}
         assert set(sites) == expected
         assert all(p == (0.1 if name.startswith("layer3") else 0.4) for name, p in sites.items())
-
-    def test_resnet_inside_another_model_is_found(self) -> None:
-        model = nn.Sequential(torchvision.models.resnet18(), nn.Linear(1000, 2))
-        assert all(site.name.startswith("0.layer") for site in inject(model, dropblock_resnet()).sites)
-
-    def test_block_that_covers_the_map_warns(self) -> None:
-        with pytest.warns(HookdropWarning, match="covers the whole"):
-            inject(torchvision.models.resnet18(), dropblock_resnet(), example_input=torch.zeros(1, 3, 64, 64))
 
 
 @dataclass(frozen=True)
@@ -335,15 +285,7 @@ class TestTimmsDropBlock:
 
     @pytest.mark.parametrize(
         "name",
-        [
-            "resnet18",
-            "resnet26d",
-            "seresnet50",
-            "res2net50_26w_4s",
-            "skresnet18",
-            "resnest14d",
-            "gcresnext26ts",
-        ],
+        ["resnet18", "res2net50_26w_4s", "skresnet18", "resnest14d", "gcresnext26ts"],
     )
     def test_outputs_and_gradients_match_timm(self, name: str) -> None:
         torch.manual_seed(0)

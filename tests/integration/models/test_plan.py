@@ -17,14 +17,14 @@ from hookdrop import (
     inject,
     plan,
 )
-from tests.support.models import from_timm, from_torchvision, names
+from tests.support.models import from_timm, from_torchvision
 
 
 def test_drop_path_on_a_whole_block_warns() -> None:
     """It would drop the skip connection with the branch."""
     import timm
 
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=64)
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2)
     x = torch.randn(2, 3, 64, 64)
     drafted = plan(vit, DropPath(0.1), layers="blocks.*", example_input=x)
     assert "DropPath at 'blocks.0': the output includes the input" in drafted.warnings[0]
@@ -34,14 +34,6 @@ def test_drop_path_on_a_whole_block_warns() -> None:
     resnet = timm.create_model("resnet18")
     assert plan(resnet, DropPath(0.1), layers="layer2.*", example_input=x).warnings
     assert plan(resnet, DropPath(0.1), layers="layer?.*.bn2", example_input=x).warnings == []
-
-
-def test_glob_counts_on_timm_resnet50() -> None:
-    import timm
-
-    model = timm.create_model("resnet50", num_classes=0)
-    assert len(names(model, "layer3.*")) == 6
-    assert len(names(model, "layer3.**")) == 75
 
 
 class Direct(nn.Module):
@@ -65,11 +57,7 @@ NARROW = {"img_size": 32, "depth": 1, "embed_dim": 32, "num_heads": 2}
 NEVER = {
     "called by .forward()": (Direct, torch.ones(2, 8), "fc", "f?"),
     "torchvision swin attn.qkv": (from_torchvision("swin_t"), square(32), "features.1.0.attn.qkv", "**.attn.qkv"),
-    "torchvision swin attn.proj": (from_torchvision("swin_t"), square(32), "features.1.0.attn.proj", "**.attn.proj"),
     "timm beit attn.qkv": (from_timm("beit_base_patch16_224", **NARROW), square(32), "blocks.0.attn.qkv", "**.qkv"),
-    "timm eva attn.qkv": (
-        from_timm("eva_giant_patch14_224", **NARROW | {"img_size": 28}), square(28), "blocks.0.attn.qkv", "**.qkv",
-    ),
     "timm attn_drop under fused attention": (
         from_timm("vit_tiny_patch16_224", **NARROW), square(32), "blocks.0.attn.attn_drop", "**.attn_drop",
     ),

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-import transformers
 from torch import nn
 
 from hookdrop import Dropout
@@ -29,6 +28,7 @@ from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.testing import check_recipe, recipe_checks
 from tests.integration.models.test_dropblock_unet import UNet
 from tests.support.models import Small, randomize_norms
+from tests.support.transformers_models import IDS, llama
 
 
 def vit(**settings: Any) -> nn.Module:
@@ -36,18 +36,11 @@ def vit(**settings: Any) -> nn.Module:
     return timm.create_model("vit_tiny_patch16_224", **sizes, **settings)
 
 
-def llama() -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=50, use_cache=False)
-    return transformers.LlamaForCausalLM(config)
-
-
 def resnet() -> nn.Module:
     return timm.create_model("resnet10t", num_classes=4, channels=(8, 8, 16, 16), stem_width=8)
 
 
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-IDS = torch.randint(1, 50, (3, 7), generator=torch.Generator().manual_seed(0))
 CASES: dict[str, tuple[Any, Callable[[], nn.Module], Any]] = {
     "stochastic_depth": (stochastic_depth(p=0.5), resnet, IMAGES),
     "stochastic_depth (subset)": (stochastic_depth(p=0.5, mode="subset"), vit, IMAGES),

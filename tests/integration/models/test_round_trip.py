@@ -15,15 +15,15 @@ from hookdrop import (
     Dropout,
     Dropout1d,
     Dropout2d,
-    DropPath,
-    GaussianDropout,
     HookdropWarning,
     inject,
     without_hooks,
 )
+from hookdrop.survey.isolation import call
 from hookdrop.utils.tensor_tree import tensors
 from tests.support.models import from_timm, from_torchvision
 from tests.support.tensors import all_equal
+from tests.support.transformers_models import llama
 
 HOOK_DICTS = [name for name in vars(nn.Module()) if "hooks" in name]
 
@@ -50,7 +50,7 @@ def forward(model: nn.Module, x: Any) -> list[torch.Tensor]:
     model.eval()
     torch.manual_seed(3)
     with torch.no_grad():
-        out = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
+        out = call(model, x)
     return [t.clone() for t in tensors(out)]
 
 
@@ -58,7 +58,7 @@ def train_step(model: nn.Module, x: Any) -> float:
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     torch.manual_seed(4)
-    out = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
+    out = call(model, x)
     loss = sum(t.float().pow(2).mean() for t in tensors(out) if t.is_floating_point() and t.requires_grad)
     loss.backward()
     optimizer.step()
@@ -80,65 +80,26 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertModel
-
-    return BertModel(
-        BertConfig(
-            vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )
-    )  # fmt: skip
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-            intermediate_size=32,
-        )
-    )  # fmt: skip
-
-
 def ids() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(99, (2, 12))}
 
 
-def large_images() -> torch.Tensor:
-    return images(128)
-
-
 CASES = {
-    "timm resnet50": (from_timm("resnet50", num_classes=10, zero_init_last=False), images, DropBlock(0.3, 3), "layer3.*.bn[12]"),
-    "timm convnext_atto": (from_timm("convnext_atto", num_classes=10), large_images, DropBlock(0.3, 3), "stages.*.blocks.*.conv_dw"),
-    "timm vit_tiny": (
-        from_timm("vit_tiny_patch16_224", num_classes=10, img_size=64), images, DropPath(0.3), ["blocks.*.attn", "blocks.*.mlp"],
+    "timm resnet26": (from_timm("resnet26", num_classes=10, zero_init_last=False), images, DropBlock(0.3, 3), "layer3.*.bn[12]"),
+    "timm swin": (
+        from_timm("swin_tiny_patch4_window7_224", num_classes=10, img_size=32, window_size=2, drop_path_rate=0.0, depths=(1, 1)),
+        lambda: images(32), DropBlock(0.3, 3, channel_dim=-1), "layers.*.blocks.*.attn",
     ),
-    "timm swin_tiny": (
-        from_timm("swin_tiny_patch4_window7_224", num_classes=10, img_size=64, window_size=2, drop_path_rate=0.0),
-        images, DropBlock(0.3, 3, channel_dim=-1), "layers.*.blocks.*.attn",
-    ),
-    "timm efficientnet_b0": (from_timm("efficientnet_b0", num_classes=10), images, Dropout2d(0.3), "blocks.*.*.bn3"),
-    "timm mobilenetv3_small": (from_timm("mobilenetv3_small_100", num_classes=10), images, GaussianDropout(0.3), "blocks.*.*"),
-    "torchvision resnet50": (from_torchvision("resnet50"), images, DropBlock(0.3, 3), ["layer3.*.bn?", "layer3.0.downsample"]),
     "torchvision mobilenet_v3_small": (from_torchvision("mobilenet_v3_small"), images, Dropout2d(0.3), "features.*"),
-    "torchvision swin_t": (
-        from_torchvision("swin_t"), images, DropPath(0.3), "features.*.*.attn",
-    ),
-    "segmentation": (
-        from_torchvision("lraspp_mobilenet_v3_large", weights_backbone=None), images, DropBlock(0.3, 3), "backbone.*",
-    ),
     "detection": (
         from_torchvision("fasterrcnn_mobilenet_v3_large_320_fpn", weights_backbone=None), detection_input,
         DropBlock(0.3, 3), "backbone.fpn.layer_blocks.*",
     ),
     "LSTM": (lambda: nn.LSTM(6, 8, 2), lambda: torch.randn(5, 3, 6), Dropout1d(0.3), nn.LSTM),
     "TransformerEncoder": (encoder, lambda: torch.randn(3, 7, 16), Dropout(0.3), "layers.*.linear2"),
-    "transformers encoder": (bert, ids, Dropout(0.3), "encoder.layer.*.attention"),
     "transformers decoder": (llama, ids, Dropout(0.3), ["**.self_attn", "**.mlp"]),
 }  # fmt: skip
+"""One for each kind of input and output; `benchmarks/zoo.py` makes such a round trip with each family of timm."""
 
 
 # With hooks, these leave PyTorch's fused eval path.

@@ -19,6 +19,7 @@ from hookdrop.recipes import stochastic_depth
 from tests.support.models import randomize_norms
 from tests.support.tensors import all_equal
 from tests.support.training import train_step
+from tests.support.transformers_models import gpt2
 
 timm = pytest.importorskip("timm")
 
@@ -41,16 +42,11 @@ def efficientnet_scale(name: str, index: int, count: int) -> float:
 
 TIMM: dict[str, tuple[dict[str, Any], Any]] = {
     "resnet26": ({}, "depth_from_zero"),
-    "seresnet50": ({}, "depth_from_zero"),
     "skresnet18": ({}, "depth_from_zero"),
-    "rexnet_100": ({}, "depth_from_zero"),
-    "xception41": ({}, "depth_from_zero"),
     "convnext_atto": ({}, float32_scale),
-    "vit_tiny_patch16_224": ({"img_size": 64}, float32_scale),
-    "deit_tiny_patch16_224": ({"img_size": 64}, float32_scale),
-    "swin_tiny_patch4_window7_224": ({"img_size": 56}, float32_scale),
+    "vit_tiny_patch16_224": ({"img_size": 64, "depth": 4}, float32_scale),
+    "swin_tiny_patch4_window7_224": ({"img_size": 56, "depths": (1, 1, 2, 1)}, float32_scale),
     "efficientnet_lite0": ({}, efficientnet_scale),
-    "mobilenetv3_small_050": ({}, efficientnet_scale),
 }
 
 
@@ -122,7 +118,7 @@ def test_shake_drop_at_the_rates_of_its_paper() -> None:
 
 
 def test_torchvision_resnet_without_its_branches_computes_its_skips() -> None:
-    model = torchvision.models.resnet50(num_classes=5).train()
+    model = torchvision.models.ResNet(torchvision.models.resnet.Bottleneck, [2, 2, 1, 1], num_classes=5).train()
     inject(model, stochastic_depth(p=1.0), p_scale="equal", example_input=torch.rand(2, 3, 64, 64))
     x = torch.rand(2, 64, 16, 16)
     for block in (*model.layer1, *model.layer2):
@@ -138,29 +134,21 @@ class TestFamiliesOfTransformers:
     """One family for each structure; `benchmarks/transformers_zoo.py` checks all families in the same way."""
 
     STATUSES: ClassVar[dict[str, str]] = {
-        "albert": "passed",
         "bart": "passed",
         "bert": "passed",
-        "bloom": "passed",
         "falcon_h1": "passed",
-        "fnet": "passed",
-        "gemma2": "passed",
         "glm4v_vision": "batch",
         "gptj": "passed",
         "levit": "passed",
         "llama": "passed",
-        "mamba": "passed",
-        "opt": "passed",
-        "swin": "passed",
         "t5": "passed",
         "wav2vec2": "passed",
     }
 
     MISREAD: ClassVar[dict[str, dict[str, str]]] = {
-        "layer_drop": dict.fromkeys(["conditional_detr", "deformable_detr", "levit"], "passed"),
-        "patch_dropout": dict.fromkeys(["idefics3_vision", "smolvlm_vision", "videomae"], "passed")
-        | dict.fromkeys(["cosmos3_edge_vision", "glm_image_vision", "granite_docling_vision", "pvt"], "refused")
-        | dict.fromkeys(["siglip2_vision_model", "timesformer", "videoprism_vision_model"], "refused")
+        "layer_drop": dict.fromkeys(["conditional_detr", "levit"], "passed"),
+        "patch_dropout": dict.fromkeys(["idefics3_vision", "videomae"], "passed")
+        | dict.fromkeys(["glm_image_vision", "pvt", "siglip2_vision_model", "timesformer"], "refused")
         | dict.fromkeys(["vilt", "vitdet", "xclip", "yolos"], "refused"),
     }
 
@@ -207,22 +195,10 @@ class TestRates:
         assert self.rates(model, 0.8, "depth") == pytest.approx([0.1 * i for i in range(1, 9)])
         assert self.rates(model, 0.8, "equal") == [0.8] * 8
 
-    def test_both_branches_of_a_block_have_the_same_rate(self) -> None:
-        model = timm.create_model("vit_tiny_patch16_224", img_size=32)
-        sites = plan(model, stochastic_depth(0.11), example_input=torch.randn(2, 3, 32, 32)).sites
-        pairs = [(site.name, site.p) for site in sites][2:4]
-        assert pairs == [("blocks.1.drop_path1", pytest.approx(0.01)), ("blocks.1.drop_path2", pytest.approx(0.01))]
-
     def test_blocks_without_a_skip_count_toward_the_depth(self) -> None:
         model = timm.create_model("efficientnet_lite0", drop_path_rate=0.0)
         first = plan(model, stochastic_depth(p=0.16)).sites[0]
         assert (first.name, first.p) == ("blocks.1.1.drop_path", pytest.approx(0.16 * 2 / 15))
-
-    def test_a_single_block_needs_another_p_scale(self) -> None:
-        model, x = nn.Sequential(torchvision.models.resnet18().layer1[0]), torch.randn(2, 64, 8, 8)
-        with pytest.raises(ValueError, match="depth_from_zero"):
-            plan(model, stochastic_depth(), example_input=x)
-        assert plan(model, stochastic_depth(), p_scale="depth", example_input=x).sites[0].p == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(
@@ -283,10 +259,8 @@ def test_plan_and_inject_run_the_model_once() -> None:
 
 @pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
 def test_cross_attention_is_a_branch() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, add_cross_attention=True)
-    model = transformers.GPT2Model(config)
-    ids, states = torch.arange(6)[None], torch.randn(1, 4, 16)
+    model = gpt2("Model", add_cross_attention=True)
+    ids, states = torch.arange(6)[None], torch.randn(1, 4, 32)
     example = {"input_ids": ids, "encoder_hidden_states": states}
     names = [site.name for site in plan(model, stochastic_depth(), example_input=example).sites]
     assert len(names) == 6
@@ -296,53 +270,22 @@ def test_cross_attention_is_a_branch() -> None:
 
 # --- on a subset of the batch
 
-SUBSETS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "timm": (lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, num_classes=5), ["attn", "mlp"]),
-    "timm, layer scale": (
-        lambda: timm.create_model("vit_small_patch14_dinov2", depth=2, img_size=28, num_classes=5),
-        ["attn", "mlp"],
-    ),
-    "LLaMA": (lambda: tiny_llama(), ["self_attn", "mlp"]),
-}
 
-
-def tiny_llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(**size, num_key_value_heads=2, vocab_size=9, use_cache=False)
-    return transformers.LlamaForCausalLM(config)
-
-
-@pytest.mark.parametrize("name", SUBSETS)
-def test_subset_drops_the_branches_that_row_mode_drops(name: str) -> None:
-    """If all but one sample are dropped in all blocks, they leave the blocks unchanged, in both modes."""
-    make, branches = SUBSETS[name]
-    model = make()
-    image = 28 if "scale" in name else 32
-    example = torch.ones(2, 4, dtype=torch.long) if name == "LLaMA" else torch.randn(2, 3, image, image)
-    drop = inject(model, stochastic_depth(1.0, mode="subset"), p_scale="equal", example_input=example)
-    assert [site.name.rpartition(".")[2] for site in drop.sites] == branches * 2
-    x = torch.randint(9, (6, 4)) if name == "LLaMA" else torch.randn(6, 3, image, image)
-    inner = [
-        module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) == 2
-    ]
-    blocks = next(module for module in inner if branches[0] in dict(module[0].named_children()))
-    before: list[Tensor] = []
-    after: list[Tensor] = []
-    blocks[0].register_forward_pre_hook(lambda module, args: before.append(args[0]))
-    blocks[1].register_forward_hook(lambda module, args, y: after.append(y if isinstance(y, Tensor) else y[0]))
-    out = model(x)
-    unchanged = (before[0] == after[0]).flatten(1).all(1)
-    assert int(unchanged.sum()) >= 6 - 4  # one sample for each of the four branches
-    (out if isinstance(out, Tensor) else out.logits).sum().backward()
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch14_dinov2"])
+def test_subset_hooks_whole_branches(name: str) -> None:
+    """Before a layer scale, because a branch runs on the samples that are kept."""
+    model, x = timm.create_model(name, depth=2, img_size=28, patch_size=14), torch.randn(2, 3, 28, 28)
+    drop = inject(model, stochastic_depth(1.0, mode="subset"), p_scale="equal", example_input=x)
+    assert [site.name for site in drop.sites] == [f"blocks.{i}.{branch}" for i in (0, 1) for branch in ("attn", "mlp")]
+    model(x).sum().backward()
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: timm.create_model("swin_tiny_patch4_window7_224", drop_path_rate=0.0),
+        lambda: timm.create_model("swin_tiny_patch4_window7_224", drop_path_rate=0.0, depths=(1, 1, 1, 1)),
         lambda: timm.create_model("resnet18"),
-        lambda: timm.create_model("vit_relpos_base_patch32_plus_rpn_256"),
+        lambda: timm.create_model("vit_relpos_base_patch32_plus_rpn_256", depth=1),
     ],
     ids=["windows", "cnn", "norm after the branch"],
 )

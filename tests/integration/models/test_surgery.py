@@ -68,12 +68,6 @@ def timm_freeze(model: nn.Module) -> None:
     freeze_batch_norm_2d(model.layer1)
 
 
-def timm_sync_batch_norm(model: nn.Module) -> None:
-    from timm.layers import convert_sync_batchnorm
-
-    convert_sync_batchnorm(model)
-
-
 def timm_reparameterize(model: nn.Module) -> None:
     from timm.utils.model import reparameterize_model
 
@@ -85,20 +79,13 @@ def replace_head(model: nn.Module) -> None:
     model.fc = nn.Linear(8, 3)
 
 
-def delete_head(model: nn.Module) -> None:
-    del model.fc
-    model.fc = nn.Identity()
-
-
 NORMS = ["layer1.0.bn1", "layer1.1.bn1"]
 
 
 LOSES_HOOKS: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
     "setattr": (replace_head, ["fc"]),
-    "delattr": (delete_head, ["fc"]),
     "quantize_": (quantize_, ["fc"]),
     "convert_sync_batchnorm": (nn.SyncBatchNorm.convert_sync_batchnorm, NORMS),
-    "timm convert_sync_batchnorm": (timm_sync_batch_norm, NORMS),
     "timm freeze_batch_norm_2d": (timm_freeze, NORMS),
     "timm reparameterize_model": (timm_reparameterize, ["fc"]),
 }
@@ -129,23 +116,6 @@ class TestLostHooks:
         assert again.check() == []
         assert hooked_modules(model) == ["conv1", *NORMS, "fc"]
 
-    @pytest.mark.parametrize("how", LOSES_HOOKS)
-    def test_remove_warns_about_lost_hooks(self, model: Small, drop: Injection, how: str) -> None:
-        LOSES_HOOKS[how][0](model)
-        with pytest.warns(HookdropWarning, match="of 4 sites lost their hook"):
-            drop.remove()
-        assert hooked_modules(model) == []
-
-    def test_timm_reset_classifier(self, images: torch.Tensor) -> None:
-        timm = pytest.importorskip("timm")
-        model = timm.create_model("resnet10t", num_classes=10)
-        drop = inject(model, Dropout(0.5), layers=["fc", "layer1.*.bn1"])
-        model.reset_classifier(3)
-        with pytest.warns(HookdropWarning, match="lost their hook"):
-            model(images)
-        (problem,) = drop.check()
-        assert problem.startswith("'dropout': 1 of 2 sites lost their hook: 'fc'.")
-
     def test_all_hooks_lost(self, model: Small, images: torch.Tensor) -> None:
         """The model has no hook left, so only the handle can report it."""
         drop = inject(model, Dropout(0.5), layers="fc")
@@ -155,7 +125,7 @@ class TestLostHooks:
             drop.remove()
         model(images)
 
-    @pytest.mark.parametrize("before", [0, 3, 15, 20])
+    @pytest.mark.parametrize("before", [0, 15])
     @pytest.mark.parametrize("how", ["step", "seek", "follow"])
     def test_lost_hooks_warn_within_ten_steps(self, how: str, before: int) -> None:
         """At any step, and only once."""
@@ -179,28 +149,6 @@ class TestLostHooks:
         with pytest.warns(HookdropWarning, match="1 of 2 sites lost their hook: '1'"):
             steps(10)
         steps(20)
-
-    def test_fix_includes_the_step_of_the_schedule(self, model: Small, images: torch.Tensor) -> None:
-        """A new injection starts at step 0."""
-        drop = inject(model, Dropout(0.5), layers=LAYERS, schedule=LinearSchedule(10))
-        drop.seek(7)
-        model(images)
-        model.fc = nn.Linear(8, 10)
-        assert drop.check()[0].endswith('inject again with on_existing="replace", then drop.seek(7).')
-
-    def test_found_handles_report_lost_hooks_while_the_old_layer_is_alive(
-        self, model: Small, drop: Injection, images: torch.Tensor
-    ) -> None:
-        old = model.fc
-        model.fc = nn.Linear(8, 10)
-        with pytest.warns(HookdropWarning, match="lost their hook"):
-            model(images)
-        wrapped = nn.DataParallel(model)
-        for handle in (drop, *find(model), *find(wrapped)):
-            (problem,) = handle.check()
-            assert "1 of 4 sites lost their hook: 'fc'" in problem
-        assert find(model.layer1).check() == []
-        assert old._forward_hooks
 
     def test_hooks_disabled_by_without_hooks_are_not_lost(
         self, model: Small, drop: Injection, images: torch.Tensor
@@ -226,21 +174,9 @@ def parametrize_and_remove(model: Small) -> None:
     parametrize.remove_parametrizations(model.fc, "weight")
 
 
-def prune_and_remove(model: Small) -> None:
-    prune.l1_unstructured(model.fc, "weight", 0.3)
-    prune.remove(model.fc, "weight")
-
-
 def parametrization_norms(model: Small) -> None:
     torch.nn.utils.parametrizations.weight_norm(model.fc)
     torch.nn.utils.parametrizations.spectral_norm(model.conv1)
-
-
-def legacy_norms(model: Small) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        torch.nn.utils.weight_norm(model.fc)
-    torch.nn.utils.spectral_norm(model.conv1)
 
 
 def convert_and_back(model: Small) -> None:
@@ -250,11 +186,6 @@ def convert_and_back(model: Small) -> None:
 def move_to_meta_and_back(model: Small) -> None:
     state = copy.deepcopy(model.state_dict())
     model.to("meta").to_empty(device="cpu").load_state_dict(state)
-
-
-def swap_parameters(model: Small) -> None:
-    for mine, other in zip(model.parameters(), Small().parameters(), strict=True):
-        torch.utils.swap_tensors(mine, other)
 
 
 def swap_on_conversion(model: Small) -> None:
@@ -293,12 +224,9 @@ KEEPS_HOOKS: dict[str, Callable[[Small], Any]] = {
     "parametrize": parametrize_weight,
     "remove_parametrizations": parametrize_and_remove,
     "prune": lambda model: prune.l1_unstructured(model.fc, "weight", 0.3),
-    "prune.remove": prune_and_remove,
     "parametrizations.weight_norm, spectral_norm": parametrization_norms,
-    "weight_norm, spectral_norm": legacy_norms,
     "to": convert_and_back,
     "to_empty": move_to_meta_and_back,
-    "swap_tensors": swap_parameters,
     "set_swap_module_params_on_conversion": swap_on_conversion,
     "load_state_dict(assign=True)": lambda model: model.load_state_dict(Small().state_dict(), assign=True),
     "__class__": change_class,
@@ -451,12 +379,6 @@ class TestCopiedHooks:
         assert drop.check() == []
         assert len(find(pair).sites) == 8
 
-    def test_injections_with_the_same_name_are_not_copies(self, model: Small, images: torch.Tensor) -> None:
-        inject(model.layer1, Dropout(0.5), layers="0")
-        inject(model.layer2, Dropout(0.5), layers="0")
-        model(images)
-        assert find(model).check() == []
-
     def test_shared_layer_is_not_a_copy(self, model: Small, drop: Injection, images: torch.Tensor) -> None:
         model.layer2[0] = model.layer1[0]
         assert calls_by_site(drop, model, images)["layer1.0.bn1"] == 2
@@ -545,23 +467,6 @@ class TestFullBackwardHooks:
         model(torch.ones(2, 4, requires_grad=True)).sum().backward()
         with pytest.warns(HookdropWarning, match="full backward hooks on '0'"):
             optimizer.step()
-
-
-class TestFunctional:
-    def test_functional_call_and_stacked_models(self, images: torch.Tensor) -> None:
-        """torch.func on a copy on the meta device, for an ensemble."""
-        models = [Small(), Small()]
-        for model in models:
-            inject(model, Dropout(0.5), layers="fc")
-        parameters, buffers = torch.func.stack_module_state(models)
-        base = copy.deepcopy(models[0]).to("meta")
-
-        def call(p: Any, b: Any) -> Any:
-            return torch.func.functional_call(base, (p, b), (images,))
-
-        out = torch.vmap(call, randomness="different")(parameters, buffers)
-        assert (out == 0).float().mean() == pytest.approx(0.5, abs=0.2)
-        assert find(base).check() == []
 
 
 def test_lost_hooks_are_garbage_collected(model: Small) -> None:

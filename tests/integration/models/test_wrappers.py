@@ -1,6 +1,10 @@
-"""Wrappers of models and optimizers: EMA, averages, PEFT, `torch.compile`, Lookahead and Accelerate."""
+"""Wrappers of models and optimizers: EMA, averages, PEFT, `torch.compile`, trainers, Lookahead and Accelerate."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
@@ -8,39 +12,93 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from hookdrop import DropBlock, Dropout, InjectionError, LinearSchedule, find, inject
+from hookdrop.utils import names as wrapper_names
 from tests.support.injections import half_ramped, scheduled
 from tests.support.models import Small, names
 from tests.support.training import backward
 
 
-def test_wrappers_are_unwrapped(model: Small) -> None:
+def ema(model: nn.Module) -> nn.Module:
+    return pytest.importorskip("timm").utils.ModelEmaV3(model)
+
+
+def lora(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["fc"]))
+
+
+def fabric(model: nn.Module) -> nn.Module:
+    lightning = pytest.importorskip("lightning")
+    wrapped: nn.Module = lightning.Fabric(accelerator="cpu").setup_module(model)
+    return wrapped
+
+
+def timm_task(model: nn.Module) -> nn.Module:
+    pytest.importorskip("timm")
+    task = pytest.importorskip("timm.task")
+    wrapped: nn.Module = task.ClassificationTask(model, nn.CrossEntropyLoss())
+    return wrapped
+
+
+def stand_in(name: str, attribute: str) -> Callable[[nn.Module], nn.Module]:
+    """A class with the name and the attribute of a wrapper whose library is not a test dependency."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        module, _, class_name = name.rpartition(".")
+        cls = type(class_name, (nn.Module,), {})
+        sys.modules[module] = ModuleType(module)
+        setattr(sys.modules[module], class_name, cls)
+        wrapped: nn.Module = cls()
+        setattr(wrapped, attribute, model)
+        return wrapped
+
+    return wrap
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("deepspeed.runtime.engine", "ema_pytorch.ema_pytorch", "opacus.grad_sample.gsm_base"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    wrapper_names.wrapped_attribute.cache_clear()  # type: ignore[attr-defined]
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DataParallel": nn.DataParallel,
+    "torch.compile": torch.compile,
+    "AveragedModel": AveragedModel,
+    "timm's EMA": ema,
+    "PEFT": lora,
+    "Fabric": fabric,
+    "timm's TrainingTask": timm_task,
+    "DeepSpeed": stand_in("deepspeed.runtime.engine.DeepSpeedEngine", "module"),
+    "ema-pytorch": stand_in("ema_pytorch.ema_pytorch.EMA", "ema_model"),
+    "Opacus": stand_in("opacus.grad_sample.gsm_base.AbstractGradSampleModule", "_module"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*LeafSpec")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_layers_keep_their_names(name: str, model: Small) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model.layer1[0] = checkpoint_wrapper(model.layer1[0])
-    for wrapped in (model, nn.DataParallel(model), torch.compile(model), AveragedModel(model)):
-        assert names(wrapped, "layer1.*") == ["layer1.0", "layer1.1"]
-        assert names(wrapped, "layer1.0.bn1") == ["layer1.0.bn1"]
-        assert names(wrapped, "layer1.0._checkpoint_wrapped_module.bn1") == ["layer1.0.bn1"]
-    for wrapped, prefix in ((nn.DataParallel(model), "module"), (torch.compile(model), "_orig_mod")):
-        assert names(wrapped, f"{prefix}.layer1.*.bn1") == ["layer1.0.bn1", "layer1.1.bn1"]
-        with inject(wrapped, Dropout(0.3), layers="layer1.*") as drop:
-            assert [site.name for site in drop.sites] == ["layer1.0", "layer1.1"]
-            assert find(model) == find(wrapped) == drop
+    wrapped = WRAPPERS[name](model)
+    assert names(wrapped, "layer1.*") == ["layer1.0", "layer1.1"]
+    assert names(wrapped, "layer1.0.bn1") == ["layer1.0.bn1"]
+    assert names(wrapped, "layer1.0._checkpoint_wrapped_module.bn1") == ["layer1.0.bn1"]
+    with inject(wrapped, Dropout(0.3), layers="layer1.*") as drop:
+        assert [site.name for site in drop.sites] == ["layer1.0", "layer1.1"]
+        assert [site.name for site in find(wrapped).sites] == ["layer1.0", "layer1.1"]
 
 
-def test_timm_ema_is_a_wrapper(model: Small) -> None:
-    from timm.utils import ModelEmaV3
-
-    assert names(ModelEmaV3(model), "layer1.0.bn1") == ["layer1.0.bn1"]
-
-
-def test_names_inside_peft_wrappers() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    wrapped = get_peft_model(model, LoraConfig(target_modules=["0"]))
-    assert names(wrapped, "1") == ["1"]
-    assert names(wrapped, "base_model.model.1") == ["1"]
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("DataParallel", "module"), ("torch.compile", "_orig_mod"), ("PEFT", "base_model.model")]
+)
+def test_names_may_include_the_wrapper(name: str, prefix: str, model: Small) -> None:
+    wrapped = WRAPPERS[name](model)
+    assert names(wrapped, f"{prefix}.layer1.*.bn1") == ["layer1.0.bn1", "layer1.1.bn1"]
+    with inject(wrapped, Dropout(0.3), layers=f"{prefix}.layer1.*") as drop:
+        assert find(model) == find(wrapped) == drop
 
 
 def test_timm_ema_copies_the_injection(model: Small, images: torch.Tensor) -> None:

@@ -106,23 +106,18 @@ def trainer(*callbacks: Any, **settings: Any) -> Any:
 
 
 class TestSteps:
-    def test_fractions_cover_the_training(self) -> None:
+    @pytest.mark.parametrize(("settings", "total"), [({}, 12), ({"max_epochs": -1, "max_steps": 8}, 8)])
+    def test_fractions_cover_the_training(self, settings: dict[str, int], total: int) -> None:
         callback, model = InjectionCallback(BLOCK), Classifier()
-        trainer(callback).fit(model, data())
-        (drop,) = callback.injection
-        assert drop.schedule == LinearSchedule(steps=12)
-        assert model.rates == pytest.approx([0.3 * step / 12 for step in range(12)])
+        trainer(callback, **settings).fit(model, data())
+        assert callback.injection.schedule == LinearSchedule(steps=total)
+        assert model.rates == pytest.approx([0.3 * step / total for step in range(total)])
 
     def test_accumulated_batches_count_once(self) -> None:
         callback, model = InjectionCallback(BLOCK), Classifier()
         trainer(callback, accumulate_grad_batches=2).fit(model, data())
         assert callback.injection.schedule == LinearSchedule(steps=6)
         assert model.rates == pytest.approx([0.3 * (step // 2) / 6 for step in range(12)])
-
-    def test_max_steps_is_the_total(self) -> None:
-        callback, model = InjectionCallback(BLOCK), Classifier()
-        trainer(callback, max_epochs=-1, max_steps=8).fit(model, data())
-        assert callback.injection.schedule == LinearSchedule(steps=8)
 
     def test_the_optimizer_that_trains_the_module_counts(self) -> None:
         class TwoParts(Classifier):
@@ -244,10 +239,6 @@ class TestStatistics:
         callback = InjectionCallback(BLOCK)
         self.swa(callback)
         assert (str(callback.injection.schedule), callback.injection.p) == ("LinearSchedule(steps=12)", 0.3)
-
-    def test_hooks_drop_again_afterwards(self) -> None:
-        callback = InjectionCallback(BLOCK)
-        self.swa(callback)
         assert callback.injection.metrics()["hookdrop/dropblock/enabled"] == 1.0
 
     def test_an_average_beside_it_has_no_hooks(self) -> None:
@@ -274,15 +265,10 @@ class Logits(Classifier):
 
 
 class TestCompile:
-    @pytest.mark.parametrize("part", ["module", "model"])
-    def test_compiled_models_drop_at_the_rates_of_the_schedule(self, part: str) -> None:
+    def test_compiled_models_drop_at_the_rates_of_the_schedule(self) -> None:
         late = InjectionSpec("Dropout(p=0.5)", layers="model.4", schedule="LateSchedule(cutoff=6)")
         module = Logits()
-        if part == "model":
-            module.model = torch.compile(module.model, backend="aot_eager")
-        trainer(InjectionCallback(late)).fit(
-            torch.compile(module, backend="aot_eager") if part == "module" else module, data()
-        )
+        trainer(InjectionCallback(late)).fit(torch.compile(module, backend="aot_eager"), data())
         zeros = torch.stack(module.zeros)
         assert zeros[:6].max() == 0
         assert zeros[6:].mean() == pytest.approx(0.5, abs=0.2)  # of 72 logits: the standard deviation is .06
@@ -379,23 +365,17 @@ class TestCommandLine:
         with pytest.raises(TypeError, match=r"got \[Inj(?s:.)*InjectionCallback\(\*specs\)"):
             InjectionCallback([BLOCK, HEAD])
 
-    def test_a_setting_that_does_not_exist_is_named(self) -> None:
-        with pytest.raises(TypeError, match=r"no argument 'layer'(?s:.)*layers"):
-            InjectionCallback(specs=[{"regularizer": "Dropout(p=0.1)", "layer": "0"}])
-
 
 class TestLogs:
-    def test_metrics_are_logged(self, tmp_path: Path) -> None:
-        logger = CSVLogger(tmp_path)
-        trainer(InjectionCallback(BLOCK), logger=logger, log_every_n_steps=1).fit(Classifier(), data())
-        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+    def test_metrics_are_logged_unless_disabled(self, tmp_path: Path) -> None:
+        loggers = {log: CSVLogger(tmp_path, name=f"log={log}") for log in (True, False)}
+        for log, logger in loggers.items():
+            callback = InjectionCallback(BLOCK, log=log)
+            trainer(callback, logger=logger, log_every_n_steps=1).fit(Classifier(), data())
+        assert not (Path(loggers[False].log_dir) / "metrics.csv").exists()
+        with (Path(loggers[True].log_dir) / "metrics.csv").open() as file:
             rows = [row for row in csv.DictReader(file) if row["hookdrop/dropblock/p"]]
         assert [float(row["hookdrop/dropblock/p"]) for row in rows] == pytest.approx([0.3 * i / 12 for i in range(12)])
-
-    def test_logging_can_be_disabled(self, tmp_path: Path) -> None:
-        logger = CSVLogger(tmp_path)
-        trainer(InjectionCallback(BLOCK, log=False), logger=logger, log_every_n_steps=1).fit(Classifier(), data())
-        assert not (Path(logger.log_dir) / "metrics.csv").exists()
 
 
 class TestErrors:
@@ -440,7 +420,3 @@ class TestErrors:
     @pytest.mark.parametrize("specs", [HEAD, HEAD.to_dict(), [HEAD.to_dict()]])
     def test_one_spec_needs_no_list(self, specs: Any) -> None:
         assert repr(InjectionCallback(specs=specs)) == "<InjectionCallback: 1 spec>"
-
-    def test_no_specs(self) -> None:
-        with pytest.raises(TypeError, match="at least one spec"):
-            InjectionCallback()

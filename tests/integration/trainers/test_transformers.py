@@ -13,18 +13,16 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from transformers import (
-    LlamaConfig,
     LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 from transformers.utils import logging
 
-from hookdrop import HookdropWarning, InjectionError, InjectionSpec, LayerError, LinearSchedule, StateError, find
+from hookdrop import HookdropWarning, InjectionError, InjectionSpec, LinearSchedule, StateError, find
 from hookdrop.integrations.transformers import InjectionCallback
+from tests.support import transformers_models
 from tests.support.programs import ROOT, run_python
 
 BRANCHES = InjectionSpec("residual_dropout(p=0.3)", schedule="LinearSchedule(steps=1.0)")
@@ -59,14 +57,7 @@ class Rates(TrainerCallback):
 
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(1)
-    size = {
-        "vocab_size": 31,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
-    return LlamaForCausalLM(LlamaConfig(**size, num_key_value_heads=2))
+    return transformers_models.llama(use_cache=True)
 
 
 def trainer(folder: Path, *callbacks: Any, model: Any = None, **settings: Any) -> Trainer:
@@ -95,11 +86,6 @@ class TestSteps:
         callback, rates = InjectionCallback(BRANCHES), Rates()
         trainer(tmp_path, callback, rates, gradient_accumulation_steps=2).train()
         assert rates.rates == pytest.approx([0.3 * step / 4 for step in range(4)])
-
-    def test_two_specs(self, tmp_path: Path) -> None:
-        callback = InjectionCallback(BRANCHES, EMBEDDING)
-        trainer(tmp_path, callback).train()
-        assert [drop.name for drop in callback.injection] == ["residual_dropout", "embedding"]
 
     def test_each_training_with_model_init_has_its_own_hooks(self, tmp_path: Path) -> None:
         """As in a hyperparameter search."""
@@ -154,8 +140,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("text", ["layer_drop(p=0.3)", "stochastic_depth(p=0.3, mode='subset')"])
     def test_the_cache_of_a_decoder_with_a_config_of_its_own_is_off(self, text: str, tmp_path: Path) -> None:
-        sizes = {"vocab_size": 31, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
-        model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+        model = transformers_models.t5(use_cache=True)
         assert model.decoder.config.use_cache
         trainer(tmp_path, InjectionCallback(InjectionSpec(text)), model=model, max_steps=2).train()
         assert not model.decoder.config.use_cache
@@ -307,14 +292,6 @@ class TestErrors:
             made.train()
         assert not find(made.model)
 
-    def test_an_exception_in_a_resumed_run_that_restores_callbacks(self, tmp_path: Path) -> None:
-        settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": True}
-        trainer(tmp_path, InjectionCallback(BRANCHES), **settings).train()
-        made = trainer(tmp_path, InjectionCallback(BRANCHES), Failing(5), **settings)
-        with pytest.raises(FloatingPointError):
-            made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        assert not find(made.model)
-
     def test_two_callbacks_with_one_name_are_refused_before_the_first_step(self, tmp_path: Path) -> None:
         rates = Rates()
         made = trainer(tmp_path, InjectionCallback(BRANCHES), InjectionCallback(BRANCHES), rates)
@@ -323,20 +300,6 @@ class TestErrors:
         assert not rates.rates
         assert not find(made.model)
 
-    def test_a_malformed_spec(self) -> None:
-        with pytest.raises(TypeError, match=r"no argument 'layer'(?s:.)*layers"):
-            InjectionCallback(specs=[{"regularizer": "Dropout(p=0.1)", "layer": "0"}])
-
-    def test_a_spec_that_does_not_fit_places_nothing(self, tmp_path: Path) -> None:
-        made = trainer(tmp_path, InjectionCallback(BRANCHES, InjectionSpec("Dropout(p=0.1)", layers="nose")))
-        with pytest.raises(LayerError, match="nose"):
-            made.train()
-        assert not find(made.model)
-
     def test_a_setting_that_a_checkpoint_cannot_hold(self) -> None:
         with pytest.raises(StateError, match="layers=<class '(?s:.)*cannot be saved: use a string"):
             InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers=nn.Linear))
-
-    def test_no_specs(self) -> None:
-        with pytest.raises(TypeError, match="at least one spec"):
-            InjectionCallback()

@@ -1,4 +1,4 @@
-"""Run by test_distributed.py on two ranks: NEFTune, LayerDrop, HeadDropout and DropPath on a subset, in DDP and FSDP2."""
+"""Checks of two_ranks.py: NEFTune, LayerDrop, HeadDropout and DropPath on a subset, in DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nets import run
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -97,7 +96,3 @@ def fsdp() -> dict[str, Any]:
     for module in (*model.layers, model):
         fully_shard(module)
     return trained(model, model, twin)
-
-
-if __name__ == "__main__":
-    run({"ddp": ddp, "fsdp": fsdp})

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import language_model
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,6 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from hookdrop import (
     AlphaDropout,
@@ -29,7 +31,6 @@ from hookdrop import (
     Dropout,
     Dropout1d,
     DropPath,
-    GaussianDropout,
     GaussianNoise,
     Injection,
     LinearSchedule,
@@ -269,7 +270,7 @@ def tensor_parallel() -> Facts:
     mesh = init_device_mesh("cpu", (2,))
     facts: Facts = {}
     for regularizer in (
-        Dropout(0.5), Dropout1d(0.5), DropPath(0.5), GaussianDropout(0.5), GaussianNoise(0.1), AlphaDropout(0.5),
+        Dropout(0.5), Dropout1d(0.5), DropPath(0.5), GaussianNoise(0.1), AlphaDropout(0.5),
         DropBlock(0.4, 2, channel_dim=1),
     ):  # fmt: skip
         for local in (False, True):
@@ -382,6 +383,28 @@ def equal_seeds_are_intended() -> Facts:
     return facts
 
 
+def branches_skipped_on_all_ranks() -> Facts:
+    """Which branches are skipped in each step, in forward and recompute, with own seeds and with one seed per step."""
+    alone, _ = dist.new_subgroups(group_size=1)
+    torch.manual_seed(0)
+    net, skipped = Net(), []
+    drop = inject(net, DropPath(p=0.5, mode="batch"), layers="blocks.*.norm")
+    for block in net.blocks:
+        block.norm.register_forward_hook(lambda module, args, y: skipped.append(not y.any().item()))
+    found: Facts = {}
+    for how in ("own", "same"):
+        seed_per_rank(0)
+        skipped.clear()
+        for step in range(8):
+            torch.rand(rank())  # ranks draw different numbers between the steps
+            if how == "same":
+                seed_per_rank(step, group=alone)
+            images = X[: 2 + rank()].clone().requires_grad_()
+            checkpoint(net, images, use_reentrant=False).sum().backward()
+        found[how] = skipped[:]
+    return found | {"problems": drop.check()}
+
+
 # --- checkpoints
 
 
@@ -397,19 +420,18 @@ def saved() -> Facts:
     return {"keys": keys, "output": output(net), "step": drop.step_count, "p": drop.p}
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "find_unused_parameters": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-}
-
 CHECKS: dict[str, Callable[[], Facts]] = {
-    **{f"ddp {name} {when}": partial(ddp, when == "before", **settings) for name, settings in VARIANTS.items() for when in ("before", "after")},
-    **{f"fsdp {when} reshard={reshard}": partial(fsdp, when == "before", reshard) for when in ("before", "after") for reshard in (True, False)},
+    "ddp default before": partial(ddp, True),
+    "ddp default after": partial(ddp, False),
+    "ddp find_unused_parameters before": partial(ddp, True, find_unused_parameters=True),
+    "ddp static_graph after": partial(ddp, False, static_graph=True),
+    "fsdp before reshard=True": partial(fsdp, True, True),
+    "fsdp after reshard=False": partial(fsdp, False, False),
     "fsdp checkpointed": partial(fsdp, True, True, checkpointed=True),
     **{f"bfloat16 {when}": partial(fsdp_in_bfloat16, when == "before") for when in ("before", "after")},
     "meta": fsdp_made_on_meta,
-    **{f"scaler {wrap.__name__} fused={fused}": partial(steps_with_a_scaler, wrap, fused) for wrap in (DDP, fully_shard) for fused in (True, False)},
+    "scaler DistributedDataParallel fused=True": partial(steps_with_a_scaler, DDP, True),
+    "scaler fully_shard fused=False": partial(steps_with_a_scaler, fully_shard, False),
     "zero": steps_of_a_sharded_optimizer,
     "not advancing": schedule_not_advancing,
     "compiled": compiled_ddp,
@@ -418,6 +440,9 @@ CHECKS: dict[str, Callable[[], Facts]] = {
     "check": check_finds_equal_seeds,
     "warns once": warns_once_while_training,
     "equal seeds intended": equal_seeds_are_intended,
+    "branches": branches_skipped_on_all_ranks,
+    "language model ddp": language_model.ddp,
+    "language model fsdp": language_model.fsdp,
     "saved": saved,
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ def main(folder: Path, rank: str) -> None:
     made = trainer(folder, InjectionCallback(BRANCHES), rates)
     made.remove_callback(SeedSteps)
     made.train()
-    dropped = (made.model.model.layers[0].mlp.train()(torch.ones(4, 8, 16)) == 0).flatten().tolist()
+    dropped = (made.model.model.layers[0].mlp.train()(torch.ones(4, 8, 32)) == 0).flatten().tolist()
     facts = {"rates": rates.rates, "step": next(iter(find(made.model))).step_count, "dropped": dropped}
     (folder / f"rank{rank}.json").write_text(json.dumps(facts))
 
