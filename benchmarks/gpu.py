@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-import peers
+from machine import format_machine, machine_info
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 480  # seconds
@@ -27,19 +27,13 @@ STEPS: dict[str, tuple[str, ...]] = {
         *("tests/unit/kernels/test_no_synchronization.py", "tests/benchmarks/test_launches.py"),
     ),
     "launches": ("benchmarks/launches.py",),
-    "memory": ("benchmarks/memory.py", "--device", "cuda", "--json", "{out}/memory.json"),
     "speed": (
-        *("benchmarks/speed.py", "--device", "cuda", "--part", "main", "small", "--rounds", "15"),
-        *("--out", "{out}", "--json", "{out}/results.json"),
+        *("benchmarks/speed.py", "--device", "cuda", "--part", "memory", "main", "small", "--rounds", "15"),
+        *("--json", "{out}/results.json"),
     ),
-    "resnet_step": (
-        "benchmarks/resnet_step.py",
-        "--device",
-        "cuda",
-        "--rounds",
-        "15",
-        "--json",
-        "{out}/resnet_step.json",
+    "train_step": (
+        *("benchmarks/train_step.py", "--device", "cuda", "--part", "resnet", "compiled", "--batch", "128"),
+        *("--rounds", "15", "--json", "{out}/train_step.json"),
     ),
 }
 """What runs, in this order: arguments of Python, in which `{out}` is the folder of the results."""
@@ -63,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu: PyTorch {torch.__version__} finds no GPU; `make test` runs the kernels in Triton's interpreter.")
         return 1
     out = options.out or ROOT / "benchmarks" / "results" / folder_name(torch.cuda.get_device_name())
-    return run(STEPS, out, peers.format_machine(peers.machine_info("cuda")))
+    return run(STEPS, out, format_machine(machine_info("cuda")))
 
 
 def folder_name(device: str) -> str:
@@ -88,20 +82,21 @@ def _run(command: Sequence[str], limit: float) -> Result:
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"}
     start = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    output, status = "", "passed"
     try:
-        output, _ = process.communicate(timeout=limit)
-        status = "passed" if process.returncode == 0 else f"failed (exit status {process.returncode})"
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=limit,
+        )
+        output = done.stdout
+        status = "passed" if done.returncode == 0 else f"failed (exit status {done.returncode})"
+    except subprocess.TimeoutExpired as error:
+        output = error.output.decode() if error.output else ""
         status = "stopped: the time is over"
     text = " ".join(["python", *command]).replace(f"{ROOT}{os.sep}", "")
     return Result(text, status, time.monotonic() - start, output.replace(f"{ROOT}{os.sep}", ""))

@@ -7,14 +7,10 @@ modules. If the model has no module at the end of a branch (ResNets), blocks and
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
-import warnings
-from collections import Counter
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -23,8 +19,10 @@ from timm.layers.drop import DropBlock2d, DropPath
 from torch import nn
 
 import hookdrop
+import sweep
 from hookdrop import InjectionError, LayerError
 from hookdrop.recipes import stochastic_depth, timm_dropblock
+from report import Sweep
 
 P = 0.1
 TOLERANCE = 1e-6
@@ -39,26 +37,22 @@ SCALES: dict[str, Any] = {
 Rates = dict[str, tuple[float, ...]]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Compare, print a summary, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--match", default="*", help="glob pattern for timm model names")
-    parser.add_argument("--out", type=Path, default=Path("runs/placement.json"))
-    options = parser.parse_args(argv)
-    warnings.simplefilter("ignore")
-    names = timm.list_models(options.match)
-    found = {name: {"stochastic_depth": depth(name), "timm_dropblock": dropblock(name)} for name in names}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(result)}" for name, result in found.items())
-    options.out.write_text(f'{{"timm": {json.dumps(timm.__version__)}, "found": {{\n{lines}\n}}}}\n')
-    for recipe in ("stochastic_depth", "timm_dropblock"):
-        print(recipe)
-        for what, count in Counter(re.sub("[:,].*", "", result[recipe]) for result in found.values()).most_common():
-            print(f"  {count:5} {what}")
-    for name, result in found.items():
-        for recipe, what in result.items():
-            if not what.startswith(("equal", "unused", "untaken")):
-                print(f"{name}, {recipe}: {what}")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare the architectures of this shard, and write placement.json and placement.md."""
+    options = sweep.parser(__doc__, out="runs/placement", memory=8.0).parse_args(argv)
+    about = Sweep("placement", "The sites of the recipes and timm's", "python benchmarks/placement.py")
+    return sweep.main(options, about, timm.list_models(), compare)
+
+
+def compare(name: str, options: object = None) -> dict[str, Any]:
+    """Return the record of one architecture, with the result of each recipe."""
+    found = {"stochastic_depth": depth(name), "timm_dropblock": dropblock(name)}
+    others = {recipe: text for recipe, text in found.items() if not text.startswith(("equal", "unused", "untaken"))}
+    if not others:
+        return found | {"status": "passed" if any(text.startswith("equal") for text in found.values()) else "no layers"}
+    refused = all(text.startswith("refused") for text in others.values())
+    error = "; ".join(f"{recipe}: {text}" for recipe, text in others.items())
+    return found | {"status": "refused" if refused else "differs", "error": error}
 
 
 def depth(name: str) -> str:
@@ -151,4 +145,4 @@ def has_module(model: nn.Module, name: str) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,10 +16,11 @@ STATUSES = {
     "batch": 'all checks passed with `mode="batch"`; the default skips layers with a warning, or raises an error',
     "partial": "the sites are right; the recipe warns that it skips other layers",
     "meta": "too large for the memory limit: checked on the meta device only, without values",
+    "differs": "the library's own sites or rates are others",
     "refused": "the recipe raises an error",
     "failed": "a check failed",
     "crashed": "the process ended",
-    "no layers": "no layer mixes tokens",
+    "no layers": "no layer mixes tokens, or none drops in the library's own model",
     "not built": "the tiny config gives no model",
     "not run": "not finished in time, or no inputs found that run and train the model without hooks",
 }

@@ -1,8 +1,8 @@
 """Run a list of named cases in child processes, with limits, and write a report of their records.
 
-A case is a name and a function that returns a record: a dict with `status`, one of `report.STATUSES`. Each record is a
-line of a journal. To resume an interrupted run, start it again with the same `--out`; it skips the names in the journal.
-A case that ends its process is recorded as crashed, and one that exceeds `--timeout` as not run.
+A case is a name and a function that returns a record: a dict with `status`, one of `report.STATUSES`. Each record is
+a line of a journal. To resume an interrupted run, start it again with the same `--out`, and it skips what the journal
+has. A case that ends its process is recorded as crashed, and one that exceeds `--timeout` as not run.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ MARGIN = 1.5 * sweep.GIB
 """For activations, the interpreter and its libraries."""
 RECIPES = ("dropblock_resnet", "dropblock_unet", "dropblock_detector")
 ABOUT = (
-    "Each model runs on real values at its smallest valid input. `plan` and `inject` add hooks and change nothing else; "
-    "eval output is bit-identical with hooks; every site fires; a training step drops the requested fraction within five "
-    "standard errors plus five blocks, and the same parameters have gradients as without hooks; `remove` leaves no hook "
-    "and changes no bit of parameters, buffers or eval output."
+    "Each model runs on real values at its smallest valid input. `plan` and `inject` add hooks and change nothing "
+    "else; eval output is bit-identical with hooks; every site fires; a training step drops the requested fraction "
+    "within five standard errors plus five blocks, and the same parameters have gradients as without hooks; `remove` "
+    "leaves no hook and changes no bit of parameters, buffers or eval output."
 )
 
 

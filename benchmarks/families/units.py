@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import hookdrop
-from families.check import float_tensors, tensors, with_first
 from families.depth import randomized
 from families.inputs import BATCH
-from families.layers import Run
+from families.layers import Run, float_tensors, with_first
 from hookdrop import HeadDropout, NEFTune, TokenDropout, recipes
 from models.check import require
+from models.footprint import tensors
 
 FORWARDS = 20
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
