@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ STATUSES = {
 COVERED, FAILURES = ("passed", "batch"), ("failed", "crashed")
 NOT_COUNTED = ("no layers", "not built", "not run")
 LONGEST_LIST = 100
-"""Longer lists of models are left to the JSON file."""
+"""Longer lists of models in families are left to the JSON file."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ def records(paths: Sequence[Path], name: str = "*") -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Read a journal without its last line if the process ended while writing it."""
-    texts = path.read_text().splitlines(keepends=True)
-    return [json.loads(text) for text in texts if text.endswith("\n")]
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Read a journal; a process that ended while writing leaves half a line."""
+    for text in path.read_text().splitlines():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(text)
 
 
 def merge(sweep: Sweep, paths: Sequence[Path], names: Sequence[str], hardware: str = "") -> dict[str, Any]:
@@ -155,11 +157,12 @@ def _statistics(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _list(sweep: Sweep, status: str, found: Sequence[dict[str, Any]]) -> str:
-    """List the models of a status with their reasons; only the families of those that passed are listed."""
-    if not found or (status == "passed" and "family" in found[0]):
+    """List the models of a status with their reasons; if there are families, their table counts those that passed."""
+    in_families = bool(found) and "family" in found[0]
+    if not found or (in_families and status == "passed"):
         return ""
-    if len(found) > LONGEST_LIST and status != "passed":
-        text = f"{sweep.name}.json has the reasons; the last table counts them by family."
+    if in_families and len(found) > LONGEST_LIST:
+        text = f"The last table counts them by family, and {sweep.name}.json has the reasons."
     elif any("error" in one for one in found):
         text = _table(("model", "reason"), [(one["name"], one.get("error", "")) for one in found])
     else:

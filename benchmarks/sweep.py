@@ -87,6 +87,7 @@ def main(options: argparse.Namespace, sweep: report.Sweep, names: Sequence[str],
         pending = [name for name in selected if name not in done]
         say(console, f"{len(selected)} names, {len(selected) - len(pending)} done; {options.memory:.1f} GiB per worker")
         with (options.out / f"{sweep.name}-{index}-of-{count}.jsonl").open("a") as journal:
+            journal.write("\n")  # ends half a line that a killed process left
             for number, record in enumerate(run(pending, check, options), 1):
                 journal.write(json.dumps(record, allow_nan=False) + "\n")
                 journal.flush()
