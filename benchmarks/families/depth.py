@@ -165,12 +165,11 @@ def _additions_after(
     model: nn.Module, runs: Sequence[Run], end: str, factors: Mapping[str, float]
 ) -> list[list[Tensor]]:
     """Return the terms of the additions after the first call of a module; its later calls are multiplied by 0."""
-    with torch.no_grad(), _Additions() as found, _scaled(model, factors, first=end):
-        hook = model.get_submodule(end).register_forward_hook(lambda *_: setattr(found, "started", True))
+    found, site = _Additions(), model.get_submodule(end)
+    with _scaled(model, factors, first=end), site.register_forward_hook(found.start), found, torch.no_grad():
         torch.manual_seed(0)
         for run in runs:
             run()
-        hook.remove()
     return found.terms
 
 
@@ -181,6 +180,10 @@ class _Additions(TorchFunctionMode):
         super().__init__()
         self.started = False
         self.terms: list[list[Tensor]] = []
+
+    def start(self, *_: Any) -> None:
+        """Record from now on; this is a forward hook."""
+        self.started = True
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.started and len(self.terms) < _ADDITIONS and getattr(function, "__name__", "").strip("_") in _ADD:
@@ -258,7 +261,7 @@ def _scaled(model: nn.Module, factors: Mapping[str, float], first: str = "") -> 
 
     with ExitStack() as stack:
         for name in factors:
-            stack.callback(model.get_submodule(name).register_forward_hook(hook(name)).remove)
+            stack.enter_context(model.get_submodule(name).register_forward_hook(hook(name)))
         yield
 
 

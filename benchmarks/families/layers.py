@@ -121,5 +121,5 @@ def watching(model: nn.Module, called: set[int]) -> Iterator[None]:
     """Add the id of every module that is called to `called`."""
     with ExitStack() as stack:
         for module in model.modules():
-            stack.callback(module.register_forward_hook(lambda module, args, output: called.add(id(module))).remove)
+            stack.enter_context(module.register_forward_hook(lambda module, *_: called.add(id(module))))
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -77,8 +77,6 @@ class Behavior:
                 self.output = self._evaluate()
                 self._before = footprint(model)
                 self._evaluate()
-        except TimeoutError:
-            raise
         except Exception as error:
             raise NotRunnable(f"without hooks: {first_line(error)}") from error
         if not self.output or (self._has_values and not self._gradients):
@@ -206,13 +204,14 @@ def rates(found: Injected) -> dict[str, Any]:
     Raises:
         CheckFailed: a rate deviates by more than the standard errors and one block.
     """
-    measured: Mapping[str, Any] = found.totals.sites
+    planned = {site.name: site for site in found.plan.sites}
     by_kind: dict[str, list[tuple[Any, int, float]]] = {}
-    for site in found.plan.sites:
-        if measured[site.name].elements:
+    for name, measured in found.totals.sites.items():
+        if measured.elements:
+            site = planned[name]
             is_block = isinstance(site.regularizer, hookdrop.DropBlock)
             area = BLOCK ** (len(site.shape or ()) - 2) if is_block else 1
-            by_kind.setdefault(label(site.regularizer), []).append((measured[site.name], area, site.p))
+            by_kind.setdefault(label(site.regularizer), []).append((measured, area, site.p))
     require(by_kind, "no element was regularized in training")
     deviation = 0.0
     for name, sites in by_kind.items():
@@ -225,7 +224,7 @@ def rates(found: Injected) -> dict[str, Any]:
         deviation = max(deviation, round(abs(dropped - asked) / error, 2))
         text = f"{name} dropped {dropped:.5f} of {total} elements, expected {asked:.3g}"
         require(abs(dropped - asked) <= bound, text)
-    elements = sum(site.elements for site in measured.values())
+    elements = sum(site.elements for site in found.totals.sites.values())
     asked, dropped = round(found.totals.asked, 6), round(found.totals.dropped, 6)
     return {"elements": elements, "asked": asked, "dropped": dropped, "deviation": deviation}
 

@@ -17,9 +17,7 @@ RECORDS = json.loads((ROOT / "benchmarks" / "results" / "placement.json").read_t
 FOUND = {record["name"]: record for record in RECORDS}
 
 
-@pytest.mark.parametrize(
-    "name", ["resnet18", "efficientnet_lite0", "regnetz_005", "cait_xxs24_224", "vgg11", "ese_vovnet19b_dw"]
-)
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_lite0", "vgg11", "ese_vovnet19b_dw"])
 def test_results_match_the_committed_file(name: str) -> None:
     assert {"name": name, **placement.compare(name)} == FOUND[name]
 

@@ -172,13 +172,6 @@ class TestPeers:
                 y.sum().backward()
             torch.testing.assert_close(x.grad, y.detach(), msg=name)
 
-    @pytest.mark.parametrize("block", [2, 3, 7])
-    def test_miguelvr_drop_block_keeps_shape_and_mean(self, block: int) -> None:
-        y = peers.implementations(block=block)[peers.MIGUELVR].call(torch.ones(8, 3, 14, 14))
-        assert y.shape == (8, 3, 14, 14)
-        assert y.mean().item() == pytest.approx(1.0, abs=1e-5)
-        assert torch.equal(y[:, 0], y[:, 2])
-
     def test_job_frees_its_gradient(self) -> None:
         x, grad = peers.make_inputs((2, 3, 14, 14))
         peers.implementations()[peers.BATCH].job(x, grad)()
