@@ -33,16 +33,15 @@ _ADD, _ADDITIONS = ("add", "iadd", "radd"), 16
 
 @dataclass
 class Call:
-    """The floating-point tensors that a module receives in its first call, their values, and what it returns."""
+    """The floating-point tensors that a module receives and returns in its first call."""
 
     inputs: list[Tensor]
-    values: list[Tensor]
     outputs: list[Tensor] = field(default_factory=list)
 
     @property
     def returns_an_input(self) -> bool:
         """Whether the output has the bits of an input."""
-        return bool(self.outputs) and any(torch.equal(x, self.outputs[0]) for x in self.values)
+        return bool(self.outputs) and any(torch.equal(x, self.outputs[0]) for x in self.inputs)
 
 
 Calls = dict[str, Call]
@@ -82,7 +81,7 @@ def check_sites(
         with _scaled(model, dict.fromkeys(sites, 1.0)), torch.no_grad():
             plain = record(model, runs, [*inside, *sites])
         with _scaled(model, dict.fromkeys(sites, 0.0)):
-            calls = record(model, [_with_gradients(run) for run in runs], inside)
+            calls = record(model, runs, inside)
             zeroed = {name: _reduction(model.get_submodule(name), call) for name, call in calls.items()}
         for name, layer in layers:
             # The blocks of a container that is never called are checked below.
@@ -98,7 +97,7 @@ def check_sites(
                 _add_problem(found, name, model.get_submodule(name))
             for end in set(ends) & set(rows) & set(plain):
                 shape = plain[end].outputs[0].shape
-                if len(shape) < 3 or shape[0] % BATCH or shape[0] not in (BATCH, plain[name].values[0].shape[0]):
+                if len(shape) < 3 or shape[0] % BATCH or shape[0] not in (BATCH, plain[name].inputs[0].shape[0]):
                     found.problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
         # Blocks outside of the layers are those of a convolutional backbone, in which a ReLU follows the addition.
         prefixes = tuple(f"{name}." for name, _ in layers)
@@ -130,17 +129,23 @@ def _reduction(layer: nn.Module, call: Call) -> str:
     """Return "input", "vectors" or "projection" by what the output of a layer without branches depends on, or ""."""
     if call.returns_an_input:
         return "input"
-    sources = [x for x in call.inputs if x.requires_grad]
-    if not call.outputs or not call.outputs[0].requires_grad or not sources:
+    if not call.outputs or not call.inputs or (_varies(call.inputs[0]) and not _varies(call.outputs[0])):
         return ""
     matrices = {key: p for key, p in layer.named_parameters() if p.requires_grad and p.dim() > 1}
-    loss, wanted = call.outputs[0].square().sum(), [*matrices.values(), *sources]
-    gradients = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
-    is_used = [gradient is not None and bool(gradient.any()) for gradient in gradients]
-    used = [key for key, found in zip(matrices, is_used, strict=False) if found]
-    if not any(is_used[len(matrices) :]) or not all(key.startswith(_PROJECTIONS) for key in used):
+    if not matrices or not call.outputs[0].requires_grad:
+        return "vectors"
+    loss = call.outputs[0].square().sum()
+    gradients = torch.autograd.grad(loss, list(matrices.values()), retain_graph=True, allow_unused=True)
+    used = [key for key, gradient in zip(matrices, gradients, strict=True) if gradient is not None and gradient.any()]
+    if not all(key.startswith(_PROJECTIONS) for key in used):
         return ""
     return "projection" if used else "vectors"
+
+
+def _varies(x: Tensor) -> bool:
+    """Whether tokens or samples differ."""
+    rows = x.flatten(0, -2) if x.dim() > 1 else x
+    return bool((rows != rows[:1]).any())
 
 
 def _check_additions(
@@ -218,8 +223,7 @@ def record(model: nn.Module, runs: Sequence[Run], names: Sequence[str]) -> Calls
         def run_forward(*args: Any, **kwargs: Any) -> Any:
             if name in calls:
                 return forward(*args, **kwargs)
-            given = float_tensors((args, kwargs))
-            calls[name] = Call(given, [x.detach().clone() for x in given])
+            calls[name] = Call([x.detach().clone() for x in float_tensors((args, kwargs))])
             output = forward(*args, **kwargs)
             calls[name].outputs = [x.clone() for x in float_tensors(output)]
             return output
@@ -235,15 +239,6 @@ def record(model: nn.Module, runs: Sequence[Run], names: Sequence[str]) -> Calls
         for run in runs:
             run()
     return calls
-
-
-def _with_gradients(run: Run) -> Run:
-    """Return the same run with inputs that require a gradient, and may be written to."""
-    inputs = {
-        key: value.clone().requires_grad_() * 1 if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in run.inputs.items()
-    }
-    return Run(run.name, run.module, inputs)
 
 
 @contextmanager
