@@ -139,15 +139,11 @@ class Case(NamedTuple):
 
 def call(options: argparse.Namespace, console: Console) -> dict[str, Row]:
     """Measure what a hook adds to the call of a module that does nothing."""
-    x, by_function = torch.ones(1, 4, 8, 8), Tiny()
-    by_function.register_forward_hook(empty)
-    cases = {
-        "clean": Case(Tiny()),
-        "another module without a hook": Case(Tiny()),
-        "an empty function as hook": Case(by_function),
-        "in an nn.Sequential instead": Case(nn.Sequential(Tiny(), nn.Identity())),
-        **_cases_with_hookdrop(x),
-    }
+    x, cases = torch.ones(1, 4, 8, 8), {}
+    for name in ("clean", "another module without a hook", "an empty function as hook"):
+        cases[name] = Case(Tiny())
+    cases["an empty function as hook"].module.register_forward_hook(empty)
+    cases |= {"in an nn.Sequential instead": Case(nn.Sequential(Tiny(), nn.Identity())), **_cases_with_hookdrop(x)}
     samples = measure({name: partial(_call, case, x) for name, case in cases.items()}, options.rounds)
     warn_if_busy(console, samples, "calls")
     return {name: _added(samples, name, "clean", 1e6 / CALLS, cases[name].bound) for name in cases if name != "clean"}
@@ -242,7 +238,7 @@ def plan(options: argparse.Namespace, console: Console) -> dict[str, Row]:
             jobs[f"plan, {library}, {name}"] = partial(hookdrop.plan, model, REGULARIZER, layers=layers)
     samples = measure(jobs, options.rounds)
     warn_if_busy(console, samples, "plans")
-    return {name: Row([1e3 * time for time in found.seconds.values()], PLAN_MAX) for name, found in samples.items()}
+    return _milliseconds(samples, PLAN_MAX)
 
 
 def step(options: argparse.Namespace, console: Console) -> dict[str, Row]:
@@ -261,12 +257,15 @@ def step(options: argparse.Namespace, console: Console) -> dict[str, Row]:
     }
     samples = measure(jobs, options.rounds)
     warn_if_busy(console, samples, "steps")
-    rows = {name: Row([1e3 * time for time in samples[name].seconds.values()], STEP_MAX) for name in ("step", "seek")}
+    rows = _milliseconds({name: samples[name] for name in ("step", "seek")}, STEP_MAX)
     return rows | {"follow": _added(samples, "follow", "optimizer", 1e3, STEP_MAX)}
 
 
-Measured = Callable[[argparse.Namespace, Console], dict[str, Row]]
-ROWS: dict[str, tuple[str, int, Measured]] = {
+def _milliseconds(samples: Mapping[str, Samples], must: float) -> dict[str, Row]:
+    return {name: Row([1e3 * seconds for seconds in found.seconds.values()], must) for name, found in samples.items()}
+
+
+ROWS: dict[str, tuple[str, int, Callable[[argparse.Namespace, Console], dict[str, Row]]]] = {
     "forward": ("Eval forward of a resnet50 with a hook on each of its 16 blocks: ratios of times", 4, forward),
     "call": ("Time added to the call of a layer: microseconds", 2, call),
     "sites": ("1 to 10,000 sites: microseconds per site, and the exponent of their number", 3, sites),

@@ -89,16 +89,13 @@ def check_sites(
             dropped = name.startswith(tuple(f"{site}." for site in sites))  # a part of a branch
             if not container and not dropped:
                 _check_layer(name, layer, plain, zeroed, found)
-        for name, ends in known.items():
-            if kind := zeroed.get(name):
-                found.kinds.setdefault(name, kind)
+        for name in known.keys() & zeroed.keys():
+            if zeroed[name]:
+                found.kinds.setdefault(name, zeroed[name])
                 found.problems.pop(name, None)
-            elif name in zeroed and name not in inner:
+            elif name not in inner:
                 _add_problem(found, name, model.get_submodule(name))
-            for end in set(ends) & set(rows) & set(plain):
-                shape = plain[end].outputs[0].shape
-                if len(shape) < 3 or shape[0] % BATCH or shape[0] not in (BATCH, plain[name].inputs[0].shape[0]):
-                    found.problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
+            _check_rows(name, set(known[name]) & set(rows) & set(plain), plain, found)
         # Blocks outside of the layers are those of a convolutional backbone, in which a ReLU follows the addition.
         prefixes = tuple(f"{name}." for name, _ in layers)
         tested = {name: ends for name, ends in known.items() if f"{name}.".startswith(prefixes) and name not in inner}
@@ -118,6 +115,14 @@ def _check_layer(name: str, layer: nn.Module, plain: Calls, zeroed: Mapping[str,
             _check_layer(inner_name, child, plain, zeroed, found)
     else:
         _add_problem(found, name, layer)
+
+
+def _check_rows(name: str, ends: Collection[str], plain: Calls, found: Findings) -> None:
+    """Check that the first axis of the output of these sites is the batch."""
+    for end in ends:
+        shape = plain[end].outputs[0].shape
+        if len(shape) < 3 or shape[0] % BATCH or shape[0] not in (BATCH, plain[name].inputs[0].shape[0]):
+            found.problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
 
 
 def _add_problem(found: Findings, name: str, layer: nn.Module) -> None:
