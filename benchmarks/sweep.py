@@ -44,7 +44,6 @@ def parser(
     found = argparse.ArgumentParser(description=(description or "").partition(":")[0])
     found.add_argument("--only", type=_regular_expression, default="", metavar="PATTERN", help="to search in names")
     found.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="check part I of N; I starts at 1")
-    found.add_argument("--limit", type=int, help="maximum number of names, after sharding")
     found.add_argument(
         "--workers", type=int, default=1, help="child processes (default: 1); 0: this process, no limits"
     )
@@ -80,7 +79,7 @@ def main(options: argparse.Namespace, sweep: report.Sweep, names: Sequence[str],
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.report:
         index, count = options.shard
-        selected = [name for name in names if re.search(options.only, name)][index - 1 :: count][: options.limit]
+        selected = [name for name in names if re.search(options.only, name)][index - 1 :: count]
         if not selected:
             sys.exit(f"no name matches {options.only!r}; names look like {names[0]!r}")
         done = {one["name"] for one in report.records([options.out], sweep.name) if one["status"] not in options.again}

@@ -47,14 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
     title = f"{options.recipe} in timm and torchvision" if options.recipe else "Every timm and torchvision model"
     command = f"python benchmarks/zoo.py{f' --recipe {options.recipe}' if options.recipe else ''}"
-    names = catalog.names(options.library)
-    return sweep.main(options, Sweep("zoo", title, command, ABOUT, options.recipe), names, check_model)
+    about = Sweep("zoo", title, command, ABOUT, options.recipe)
+    return sweep.main(options, about, catalog.names(), check_model)
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = sweep.parser(__doc__, out="runs/zoo")
-    parser.add_argument("--library", choices=("timm", "torchvision"))
     parser.add_argument("--recipe", choices=RECIPES, default="", help="check this recipe instead of all norms")
     options = parser.parse_args(argv)
     if options.memory is None:

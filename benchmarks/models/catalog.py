@@ -27,11 +27,10 @@ _SIZE_KEYWORDS = {".vision_transformer": "image_size", ".maxvit": "input_size"}
 _FIXED_DETECTORS = (".ssd", ".ssdlite")
 
 
-def names(library: str | None = None) -> list[str]:
-    """Return all architectures of both libraries, or of one, such as `timm:resnet18`."""
-    found = [f"timm:{name}" for name in timm.list_models()]
-    found += [f"torchvision:{name}" for name in torchvision.models.list_models()]
-    return [name for name in found if library in (None, name.partition(":")[0])]
+def names() -> list[str]:
+    """Return all architectures of both libraries, such as `timm:resnet18`."""
+    libraries = {"timm": timm.list_models(), "torchvision": torchvision.models.list_models()}
+    return [f"{library}:{model}" for library, models in libraries.items() for model in models]
 
 
 def family(name: str) -> str:
