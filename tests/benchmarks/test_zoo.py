@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import hookdrop
-from hookdrop import Injection
+from hookdrop import Injection, functional
 from hookdrop.hooks.hook import SiteHook
 from tests.support.models import Small
 
@@ -187,7 +187,7 @@ class TestDetection:
         monkeypatch.setattr(
             hookdrop.DropBlock,
             "regularize",
-            lambda self, x, rate: hookdrop.functional.drop_block(x, rate * factor, self.block_size),
+            lambda self, x, rate: functional.drop_block(x, rate * factor, self.block_size),
         )
         with pytest.raises(CheckFailed, match="DropBlock dropped"):
             checked()
