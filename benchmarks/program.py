@@ -38,14 +38,20 @@ def _positive(text: str) -> int:
     return number
 
 
-def main(options: argparse.Namespace, parts: Mapping[str, Part]) -> int:
-    """Run the parts, and write the results after each; the exit status does not depend on the results."""
+def main(options: argparse.Namespace, parts: Mapping[str, Part], **fixed: object) -> int:
+    """Run the parts, and write the results after each; the exit status does not depend on the results.
+
+    Args:
+        options: of `parser`.
+        parts: what to run.
+        **fixed: other settings that the results depend on.
+    """
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else options.default_rounds)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     console, machine = make_console(), machine_info(options.device)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()} | fixed
     results: dict[str, Any] = {"machine": machine, "settings": settings}
     note = " This is a smoke test: the verdicts are not reliable." if options.rounds < MIN_ROUNDS else ""
     say(console, f"{format_machine(machine)}\n{options.rounds} rounds in random order; see timing.py.{note}")

@@ -54,7 +54,9 @@ GROWTH_ROUNDS = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    return program.main(parse_options(argv), PARTS)
+    options = parse_options(argv)
+    shapes = [peers.format_shape(shape) for shape in options.shapes]
+    return program.main(options, PARTS, p=peers.P, block_size=peers.BLOCK, dtype="float32", shapes=shapes)
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
