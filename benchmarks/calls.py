@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,38 +24,33 @@ from terminal import make_console
 PACKAGE = str(Path(hookdrop.__file__).parent)
 
 
-@dataclass(frozen=True)
-class CallCount:
-    """The calls of one action, by function and by file."""
-
-    functions: Counter[str]
-    files: Counter[str]
-
-    @property
-    def calls(self) -> int:
-        return self.functions.total()
+Calls = Counter[tuple[str, str]]
+"""The calls of one action, by file and function."""
 
 
-def count_calls(action: Callable[[], Any]) -> CallCount:
+def count_calls(action: Callable[[], Any]) -> Calls:
     """Run `action` and count its calls of Python functions in the package."""
-    count = CallCount(Counter(), Counter())
+    calls = Calls()
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(PACKAGE):
-            file = code.co_filename.removeprefix(PACKAGE + "/")
-            count.files[file] += 1
-            count.functions[f"{file}:{code.co_qualname}"] += 1
+            calls[code.co_filename.removeprefix(PACKAGE + "/"), code.co_qualname] += 1
 
     sys.setprofile(profile)
     try:
         action()
     finally:
         sys.setprofile(None)
-    return count
+    return calls
 
 
-def forward(regularizer: Regularizer) -> CallCount:
+def files(calls: Calls) -> set[str]:
+    """Return the files of the functions."""
+    return {file for file, _ in calls}
+
+
+def forward(regularizer: Regularizer) -> Calls:
     """Count the calls of an eager training forward through one hooked layer, halfway through a ramp."""
     model = nn.Sequential(nn.Identity())
     drop = inject(model, regularizer, layers="0", schedule=LinearSchedule(steps=10))
@@ -73,7 +67,7 @@ def ramp(sites: int = 50) -> tuple[Injection, nn.Module]:
     return inject(model, Dropout(0.1), layers="*", schedule=LinearSchedule(steps=1000)), model
 
 
-def step() -> CallCount:
+def step() -> Calls:
     """Count the calls of one `step()` with 50 sites."""
     drop, model = ramp()
     for _ in range(2):
@@ -84,10 +78,10 @@ def step() -> CallCount:
 
 def schedule_evaluations() -> int:
     """Count the schedule evaluations of one `step()` with 50 sites."""
-    return sum(number for name, number in step().functions.items() if name.endswith("LinearSchedule.__call__"))
+    return sum(number for (_, name), number in step().items() if name == "LinearSchedule.__call__")
 
 
-def injection() -> CallCount:
+def injection() -> Calls:
     """Count the calls of `inject` with one site."""
     models = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]
     for model in models[:2]:
@@ -96,7 +90,7 @@ def injection() -> CallCount:
     return count_calls(lambda: inject(models[2], regularizer, layers="0"))
 
 
-ACTIONS: dict[str, tuple[Callable[[], CallCount], int, int | None]] = {
+ACTIONS: dict[str, tuple[Callable[[], Calls], int, int | None]] = {
     "forward of one layer, DropBlock": (lambda: forward(DropBlock(0.1, 3)), 40, 9),
     "forward of one layer, Dropout": (lambda: forward(Dropout(0.1)), 14, 5),
     "step() with 50 sites": (step, 83, None),
@@ -109,12 +103,12 @@ def main() -> None:
     """Print a table and, with `--functions`, the calls by function."""
     table = Table("action", "calls", "maximum", "files", "maximum ")
     for name, (action, max_calls, max_files) in ACTIONS.items():
-        count = action()
+        calls = action()
         file_limit = "-" if max_files is None else str(max_files)
-        table.add_row(name, str(count.calls), str(max_calls), str(len(count.files)), file_limit)
+        table.add_row(name, str(calls.total()), str(max_calls), str(len(files(calls))), file_limit)
         if "--functions" in sys.argv[1:]:
-            for function, number in count.functions.most_common():
-                print(f"{number:5} {function}")
+            for (file, function), number in calls.most_common():
+                print(f"{number:5} {file}:{function}")
     table.add_row("schedule evaluations in step() with 50 sites", str(schedule_evaluations()), "1", "-", "-")
     make_console().print(table)
 

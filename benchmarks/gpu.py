@@ -13,11 +13,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-import peers
+from machine import format_machine, machine_info
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 480  # seconds
@@ -27,31 +26,16 @@ STEPS: dict[str, tuple[str, ...]] = {
         *("tests/unit/kernels/test_no_synchronization.py", "tests/benchmarks/test_launches.py"),
     ),
     "launches": ("benchmarks/launches.py",),
-    "memory": ("benchmarks/memory.py", "--device", "cuda", "--json", "{out}/memory.json"),
     "speed": (
-        *("benchmarks/speed.py", "--device", "cuda", "--part", "main", "small", "--rounds", "15"),
-        *("--out", "{out}", "--json", "{out}/results.json"),
+        *("benchmarks/speed.py", "--device", "cuda", "--part", "memory", "main", "small", "--rounds", "15"),
+        *("--json", "{out}/results.json"),
     ),
-    "resnet_step": (
-        "benchmarks/resnet_step.py",
-        "--device",
-        "cuda",
-        "--rounds",
-        "15",
-        "--json",
-        "{out}/resnet_step.json",
+    "train_step": (
+        *("benchmarks/train_step.py", "--device", "cuda", "--part", "resnet", "compiled", "--batch", "128"),
+        *("--rounds", "15", "--json", "{out}/train_step.json"),
     ),
 }
 """What runs, in this order: arguments of Python, in which `{out}` is the folder of the results."""
-
-
-class Result(NamedTuple):
-    """How a step ended."""
-
-    command: str
-    status: str
-    seconds: float
-    output: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu: PyTorch {torch.__version__} finds no GPU; `make test` runs the kernels in Triton's interpreter.")
         return 1
     out = options.out or ROOT / "benchmarks" / "results" / folder_name(torch.cuda.get_device_name())
-    return run(STEPS, out, peers.format_machine(peers.machine_info("cuda")))
+    return run(STEPS, out, format_machine(machine_info("cuda")))
 
 
 def folder_name(device: str) -> str:
@@ -72,51 +56,41 @@ def folder_name(device: str) -> str:
 
 
 def run(steps: Mapping[str, Sequence[str]], out: Path, machine: str, limit: float = LIMIT) -> int:
-    """Run the steps one after another, and write the page after each, so that an interrupted run keeps its results."""
+    """Run the steps one after another, and add each to the page, so that an interrupted run keeps its results."""
     out.mkdir(parents=True, exist_ok=True)
-    end, results = time.monotonic() + limit, {}
-    for name, command in steps.items():
+    page, end, failed = out / "README.md", time.monotonic() + limit, 0
+    page.write_text(f"# hookdrop on a GPU\n\nWritten by `make gpu`.\n\n```console\n{machine}\n```\n")
+    for name, step in steps.items():
         print(f"{name} ...", flush=True)
-        results[name] = _run([part.format(out=out) for part in command], max(0.0, end - time.monotonic()))
-        print(f"{name}: {results[name].status}, {results[name].seconds:.0f} s")
-        (out / "README.md").write_text(page(machine, results))
-    print(f"Results: {out / 'README.md'}")
-    return int(any(result.status != "passed" for result in results.values()))
+        command = [part.format(out=out) for part in step]
+        start = time.monotonic()
+        status, output = _run(command, max(0.0, end - start))
+        failed += status != "passed"
+        result = f"{name}: {status}, {time.monotonic() - start:.0f} s"
+        print(result)
+        text = f"\n## {result}\n\n`{' '.join(['python', *command])}`\n\n```console\n{output.strip()}\n```\n"
+        with page.open("a") as file:
+            file.write(text.replace(f"{ROOT}{os.sep}", ""))
+    print(f"Results: {page}")
+    return int(failed > 0)
 
 
-def _run(command: Sequence[str], limit: float) -> Result:
+def _run(command: Sequence[str], limit: float) -> tuple[str, str]:
+    """Return how a step ended, and its output."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"}
-    start = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
     try:
-        output, _ = process.communicate(timeout=limit)
-        status = "passed" if process.returncode == 0 else f"failed (exit status {process.returncode})"
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        status = "stopped: the time is over"
-    text = " ".join(["python", *command]).replace(f"{ROOT}{os.sep}", "")
-    return Result(text, status, time.monotonic() - start, output.replace(f"{ROOT}{os.sep}", ""))
-
-
-def page(machine: str, results: Mapping[str, Result]) -> str:
-    """Return the page: the machine, a table of the steps, and the output of each."""
-    rows = [f"| {name} | {result.status} | {result.seconds:.0f} s |" for name, result in results.items()]
-    parts = [
-        f"## {name}\n\n`{result.command}`\n\n```console\n{result.output.strip()}\n```"
-        for name, result in results.items()
-    ]
-    table = "\n".join(["| step | result | time |", "|---|---|---|", *rows])
-    head = f"# hookdrop on a GPU\n\nWritten by `make gpu`.\n\n```console\n{machine}\n```"
-    return "\n\n".join([head, table, *parts]) + "\n"
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=limit,
+        )
+    except subprocess.TimeoutExpired as error:
+        return "stopped: the time is over", (error.output or b"").decode()
+    status = "passed" if done.returncode == 0 else f"failed (exit status {done.returncode})"
+    return status, done.stdout.decode()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure the bytes per element that each regularizer saves for backward: `python benchmarks/memory.py`.
+"""The bytes per element that each regularizer saves for backward: the last part of `python benchmarks/speed.py`.
 
 Tensors that autograd saves stay alive from forward to backward, in all layers at the same time, and so limit the batch
 size. Each storage counts once. The input does not count, since the previous layer keeps it in any case.
@@ -7,10 +7,7 @@ size. Each storage counts once. The input does not count, since the previous lay
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,43 +16,16 @@ from rich.table import Table
 from torch import Tensor
 
 import peers
-from terminal import make_console, say
+from terminal import say
 from thresholds import BYTES, new_table, verdict
 
 RATES = (0.01, 0.1, 0.3, 0.5)
 Numbers = dict[str, dict[str, float]]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the results; the exit status does not depend on them."""
-    options = parse_options(argv)
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    console = make_console()
-    machine = peers.machine_info(options.device)
-    say(console, peers.format_machine(machine) + "\n")
-    results = report(console, options.shapes, options.device)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, **results}, indent=1, allow_nan=False))
-        say(console, f"Results: {options.json}")
-    return 0
-
-
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument(
-        "--shapes", type=peers.shape, nargs="+", default=peers.SHAPES, help="one or more shapes NxCxHxW"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=2, help="PyTorch threads (default: 2)")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    return parser.parse_args(argv)
-
-
-def report(console: Console, shapes: Sequence[peers.Shape], device: str = "cpu") -> dict[str, Any]:
-    """Print both tables and return their numbers."""
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Print the bytes by shape and by rate, and return them."""
+    shapes, device = options.shapes, options.device
     implementations = peers.implementations(device=device)
     at_p = {name: _bytes_by_shape(name, peers.P, shapes, device) for name in implementations}
     ours = [name for name, one in implementations.items() if one.from_hookdrop and not one.no_kernel]
@@ -107,7 +77,3 @@ def _verdicts(numbers: Numbers, device: str) -> str:
         f"At p = 0.1, hookdrop's DropBlock saves at most {most:.4f} bytes per element ({worst}). Required: "
         f"<= {must}, {verdict(most <= must)}. Target: <= {aim}, {verdict(most <= aim)}."
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

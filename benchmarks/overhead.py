@@ -13,72 +13,288 @@ the jobs.
 from __future__ import annotations
 
 import argparse
-import json
+import copy
+import gc
+import math
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any, NamedTuple
 
+import numpy as np
+import timm
 import torch
-from rich.table import Table
+import torchvision
+from rich.console import Console
+from torch import Tensor, nn
 
+import hookdrop
 import peers
-from hook_costs.parts import PARTS
-from hook_costs.rows import Estimate
-from terminal import make_console, say
-from thresholds import new_table
+import program
+from hookdrop import DropBlock, Dropout, LateSchedule, LinearSchedule
+from thresholds import new_table, verdict, warn_if_busy
+from timing import Samples, measure, time_call
 
-ROUNDS, QUICK_ROUNDS, MIN_ROUNDS = 200, 3, 20
+MODELS = {"torchvision": torchvision.models.resnet50, "timm": partial(timm.create_model, "resnet50")}
+BLOCKS, INPUTS, QUICK_INPUTS = "layer?.*", ((1, 224), (8, 224), (1, 64)), ((1, 32),)
+"""Batch size and edge of the images. The cost of a hook is constant, so its share is largest in short forwards."""
+FORWARD_MAX, CALL_MAX, SITE_MAX, PLAN_MAX, STEP_MAX = 1.005, 2.0, 150.0, 10.0, 2.5
+"""A ratio; microseconds that an idle hook adds to a call, and of `inject` per site; milliseconds of `plan`, `step`."""
+PAIRS = (
+    ("hooked", "clean", FORWARD_MAX),
+    ("empty hooks", "clean", None),
+    ("copy", "clean", None),
+    ("hooked", "empty hooks", None),
+)
+"""The ratios and their upper bounds. The last compares hookdrop with empty hooks."""
+LAYERS = ("layer3.*", "**.bn2", "**", nn.BatchNorm2d, re.compile(r"layer\d\.\d+\.conv\d"))
+REGULARIZER = DropBlock(p=0.1, block_size=7)
+CALLS, STEP_SITES, SITE_COUNTS = 1000, 50, (1, 10, 100, 1000, 10_000)
+SITE_JOBS, SITES_EVERY = ("inject", "step", "find", "remove"), 5
+"""Placing thousands of hooks is slow, so it runs once in this many rounds."""
+NEVER = 10**8
+"""A step that no measurement reaches."""
+RESAMPLES = 2000
+Job = Callable[[], object]
+
+
+class Row(NamedTuple):
+    """The values of all rounds, and the upper bound on their median."""
+
+    values: list[float]
+    must: float | None = None
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the median, its 95 % bootstrap interval with a fixed seed, and the verdict: "-" without a bound."""
+        drawn = np.random.default_rng(0).choice(np.asarray(self.values), (RESAMPLES, len(self.values)))
+        low, high = (float(x) for x in np.quantile(np.median(drawn, axis=1), (0.025, 0.975)))
+        found = {"low": low, "median": float(np.median(self.values)), "high": high, "must": self.must}
+        return {**found, "verdict": judge(low, high, self.must), "values": self.values}
+
+
+def judge(low: float, high: float, must: float | None) -> str:
+    """Return whether an interval meets an upper bound."""
+    if must is None:
+        return "-"
+    return "inconclusive" if low <= must < high else verdict(high <= must)
+
+
+def forward(options: argparse.Namespace, console: Console) -> dict[str, Row]:
+    """Compare eval forwards with hookdrop, with empty hooks, of a copy without hooks, and of the original model."""
+    rows = {}
+    for library, make in MODELS.items():
+        clean = make().eval().to(options.device)
+        models = {"clean": clean, "hooked": twin(clean), "empty hooks": twin(clean), "copy": twin(clean)}
+        drop = hookdrop.inject(models["hooked"], REGULARIZER, layers=BLOCKS)
+        for site in drop.sites:
+            models["empty hooks"].get_submodule(site.name).register_forward_hook(empty)
+        for count, edge in QUICK_INPUTS if options.quick else INPUTS:
+            x = torch.randn(count, 3, edge, edge, device=options.device)
+            for gradients in (False, True) if (count, edge) == INPUTS[-1] else (False,):
+                case = f"{library}, {peers.format_shape(tuple(x.shape))}{', with gradients' if gradients else ''}"
+                with torch.set_grad_enabled(gradients):
+                    jobs = {name: partial(one, x) for name, one in models.items()}
+                    samples = measure(jobs, options.rounds, options.device)
+                warn_if_busy(console, samples, case)
+                rows |= {f"{case}: {over} / {under}": _ratio(samples, over, under, must) for over, under, must in PAIRS}
+    return rows
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """Copy the modules and share parameters and buffers, as the memory location of weights affects the time."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+def empty(*_: Any) -> None:
+    """An empty hook that is a function."""
+
+
+def _ratio(samples: Mapping[str, Samples], over: str, under: str, must: float | None) -> Row:
+    """Divide the times of `over` by those of `under`, in the rounds that have both."""
+    above, below = samples[over].seconds, samples[under].seconds
+    return Row([above[turn] / below[turn] for turn in above if turn in below], must)
+
+
+class Tiny(nn.Module):
+    """An identity with a weight; on a layer without weights, a hook counts its calls and may warn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x`."""
+        return x
+
+
+class Case(NamedTuple):
+    """A module to call, and the upper bound on the microseconds that its hook adds."""
+
+    module: nn.Module
+    bound: float | None = None
+    gradients: bool = False
+
+
+def call(options: argparse.Namespace, console: Console) -> dict[str, Row]:
+    """Measure what a hook adds to the call of a module that does nothing."""
+    x, cases = torch.ones(1, 4, 8, 8), {}
+    for name in ("clean", "another module without a hook", "an empty function as hook"):
+        cases[name] = Case(Tiny())
+    cases["an empty function as hook"].module.register_forward_hook(empty)
+    cases |= {"in an nn.Sequential instead": Case(nn.Sequential(Tiny(), nn.Identity())), **_cases_with_hookdrop(x)}
+    samples = measure({name: partial(_call, case, x) for name, case in cases.items()}, options.rounds)
+    warn_if_busy(console, samples, "calls")
+    return {name: _added(samples, name, "clean", 1e6 / CALLS, cases[name].bound) for name in cases if name != "clean"}
+
+
+def _cases_with_hookdrop(x: Tensor) -> dict[str, Case]:
+    def hooked(**arguments: Any) -> nn.Module:
+        module = Tiny()
+        hookdrop.inject(module, layers=module, **{"regularizer": REGULARIZER, **arguments})
+        return module
+
+    off, zero, waiting = hooked(), hooked(regularizer=Dropout(p=0.0)), hooked(schedule=LateSchedule(NEVER))
+    next(iter(hookdrop.find(off))).enabled = False
+    for module in (zero, waiting):
+        module(x)  # The first call checks the shape, even at rate 0.
+    return {
+        "hookdrop, eval": Case(hooked().eval(), CALL_MAX),
+        "hookdrop, eval, at the input": Case(hooked(at="input").eval(), CALL_MAX),
+        "hookdrop, training, disabled": Case(off, CALL_MAX, gradients=True),
+        "hookdrop, training, rate 0": Case(zero, CALL_MAX, gradients=True),
+        # Without a bound: these hooks also check whether the layer is being trained and the schedule advances, or
+        # read the RNG state, since a checkpoint may recompute a forward without gradients.
+        "hookdrop, training, a schedule waits": Case(waiting, gradients=True),
+        "hookdrop, training without gradients": Case(zero),
+        "hookdrop, eval with gradients, never trained": Case(hooked().eval(), gradients=True),
+    }
+
+
+def _call(case: Case, x: Tensor) -> None:
+    with torch.set_grad_enabled(case.gradients):
+        for _ in repeat(None, CALLS):
+            case.module(x)
+
+
+def _added(samples: Mapping[str, Samples], name: str, base: str, scale: float, must: float | None) -> Row:
+    """Subtract the times of `base` from those of `name`, times `scale`, in the rounds that have both."""
+    above, below = samples[name].seconds, samples[base].seconds
+    return Row([scale * (above[turn] - below[turn]) for turn in above if turn in below], must)
+
+
+def sites(options: argparse.Namespace, console: Console) -> dict[str, Row]:
+    """Inject, step, find and remove at 1 to 10,000 sites with different rates, with garbage collection enabled."""
+    times = {(job, count): Samples() for job in SITE_JOBS for count in SITE_COUNTS}
+    models = {count: _sequence(count) for count in SITE_COUNTS}
+    for turn in range(-1, max(1, options.rounds // SITES_EVERY)):
+        for count, model in models.items():
+            found: dict[str, Samples] = {job: times[job, count] if turn >= 0 else Samples() for job in SITE_JOBS}
+            gc.collect()
+            _time(found["inject"], turn, partial(_inject_ramp, model))
+            drop = next(iter(hookdrop.find(model)))
+            drop.step()  # the first one is different
+            gc.collect()  # a full collection would take longer than the step
+            _time(found["step"], turn, drop.step)
+            _time(found["find"], turn, partial(hookdrop.find, model))
+            _time(found["remove"], turn, drop.remove)
+    warn_if_busy(console, {f"{job}, {count}": found for (job, count), found in times.items()}, "sites")
+    bounds = {("inject", 1000): SITE_MAX}
+    rows = {
+        f"{job}, {count:,} sites": Row(
+            [1e6 / count * time for time in found.seconds.values()], bounds.get((job, count))
+        )
+        for (job, count), found in times.items()
+    }
+    return rows | {f"slope of {job}, 100 to 10,000 sites": _slope(times, job) for job in SITE_JOBS}
+
+
+def _sequence(count: int) -> nn.Sequential:
+    return nn.Sequential(*(Tiny() for _ in range(count)))
+
+
+def _inject_ramp(model: nn.Module) -> hookdrop.Injection:
+    return hookdrop.inject(model, REGULARIZER, layers="*", p_scale="depth", schedule=LinearSchedule(NEVER))
+
+
+def _time(samples: Samples, turn: int, job: Job) -> None:
+    samples.seconds[turn], samples.faults[turn], samples.switches[turn] = time_call(job, 1, "cpu")
+
+
+def _slope(times: Mapping[tuple[str, int], Samples], job: str) -> Row:
+    """The exponent of the number of sites in the time of a job: 1 is linear."""
+    most, least = times[job, 10_000].seconds, times[job, 100].seconds
+    return Row([math.log10(most[turn] / least[turn]) / 2 for turn in most])
+
+
+def plan(options: argparse.Namespace, console: Console) -> dict[str, Row]:
+    """Plan for a resnet50, without an example."""
+    jobs: dict[str, Job] = {}
+    for library, make in MODELS.items():
+        model = make()
+        for layers in LAYERS:
+            name = layers.__name__ if isinstance(layers, type) else repr(layers)
+            jobs[f"plan, {library}, {name}"] = partial(hookdrop.plan, model, REGULARIZER, layers=layers)
+    samples = measure(jobs, options.rounds)
+    warn_if_busy(console, samples, "plans")
+    return _milliseconds(samples, PLAN_MAX)
+
+
+def step(options: argparse.Namespace, console: Console) -> dict[str, Row]:
+    """Measure steps of a schedule with 50 sites of different rates, and what `follow` adds to an optimizer step."""
+    models = {name: _sequence(STEP_SITES) for name in ("stepped", "followed", "clean")}
+    drop, followed = (_inject_ramp(models[name]) for name in ("stepped", "followed"))
+    optimizers = {name: torch.optim.SGD(model.parameters(), 0.1) for name, model in models.items()}
+    followed.follow(optimizers["followed"])
+    for model in models.values():
+        model(torch.ones(1, 4, 8, 8))
+    jobs: dict[str, Job] = {
+        "optimizer": optimizers["clean"].step,
+        "step": drop.step,
+        "seek": lambda: drop.seek(drop.step_count + 1),
+        "follow": optimizers["followed"].step,
+    }
+    samples = measure(jobs, options.rounds)
+    warn_if_busy(console, samples, "steps")
+    rows = _milliseconds({name: samples[name] for name in ("step", "seek")}, STEP_MAX)
+    return rows | {"follow": _added(samples, "follow", "optimizer", 1e3, STEP_MAX)}
+
+
+def _milliseconds(samples: Mapping[str, Samples], must: float) -> dict[str, Row]:
+    return {name: Row([1e3 * seconds for seconds in found.seconds.values()], must) for name, found in samples.items()}
+
+
+ROWS: dict[str, tuple[str, int, Callable[[argparse.Namespace, Console], dict[str, Row]]]] = {
+    "forward": ("Eval forward of a resnet50 with a hook on each of its 16 blocks: ratios of times", 4, forward),
+    "call": ("Time added to the call of a layer: microseconds", 2, call),
+    "sites": ("1 to 10,000 sites: microseconds per site, and the exponent of their number", 3, sites),
+    "plan": ("plan(resnet50): milliseconds", 2, plan),
+    "step": (f"step, seek and follow with {STEP_SITES} sites: milliseconds", 3, step),
+}
+"""By name: the title, the number of decimals, and the function that measures."""
+
+
+def _part(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measure, print a table, and return the numbers."""
+    title, digits, measured = ROWS[name]
+    rows = {label: row.numbers() for label, row in measured(options, console).items()}
+    table = new_table(f"\n{title}", "", "median [95 %]", "required", "verdict")
+    for label, row in rows.items():
+        low, median, high = (f"{row[key]:.{digits}f}" for key in ("low", "median", "high"))
+        bound = "-" if row["must"] is None else f"<= {row['must']:g}"
+        table.add_row(label, f"{median} [{low}, {high}]", bound, row["verdict"])
+    console.print(table)
+    return {"title": title, "rows": rows}
+
+
+PARTS = {name: partial(_part, name) for name in ROWS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report; the exit status does not depend on the results."""
-    options = parse_options(argv)
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
-    options.out.mkdir(parents=True, exist_ok=True)
-    console = make_console()
-    results: dict[str, Any] = {"machine": peers.machine_info(options.device), "settings": {"rounds": options.rounds}}
-    note = " This is a smoke test: the verdicts are not reliable." if options.rounds < MIN_ROUNDS else ""
-    say(console, f"{peers.format_machine(results['machine'])}\n{options.rounds} rounds; medians [95 %].{note}")
-    for name in PARTS if "all" in options.part else options.part:
-        title, digits, measure_part = PARTS[name]
-        rows = {label: row.numbers() for label, row in measure_part(options, console).items()}
-        results[name] = {"title": title, "rows": rows}
-        console.print(table(title, digits, rows))
-        # Write after each part, so that an interrupted run keeps its results.
-        (options.out / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False))
-    say(console, f"Results: {options.out / 'results.json'}")
-    return 0
-
-
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--part", nargs="+", choices=[*PARTS, "all"], default=["all"], help="what to measure")
-    parser.add_argument("--rounds", type=int, help=f"rounds of each measurement (default: {ROUNDS})")
-    parser.add_argument("--threads", type=int, default=2, help="PyTorch threads (default: 2)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the forward part")
-    parser.add_argument("--quick", action="store_true", help=f"smoke test: {QUICK_ROUNDS} rounds, small images")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/overhead"), help="output folder (default: runs/overhead)"
-    )
-    options = parser.parse_args(argv)
-    if options.rounds is None:
-        options.rounds = QUICK_ROUNDS if options.quick else ROUNDS
-    if options.rounds < 1 or options.threads < 1:
-        parser.error("--rounds and --threads must be at least 1")
-    return options
-
-
-def table(title: str, digits: int, rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Create the table of one part."""
-    shown = new_table(f"\n{title}", "", "median [95 %]", "required", "verdict")
-    for label, row in rows.items():
-        estimate = Estimate(row["low"], row["median"], row["high"])
-        bound = "-" if row["must"] is None else f"<= {row['must']:g}"
-        shown.add_row(label, estimate.text(digits), bound, row["verdict"])
-    return shown
+    """Measure and report."""
+    parser = program.parser(__doc__, PARTS, rounds=200, out="runs/overhead/results.json")
+    return program.main(parser.parse_args(argv), PARTS)
 
 
 if __name__ == "__main__":

@@ -5,23 +5,17 @@ All get the same p and block size. Not all of them drop the fraction p; `dropped
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import timm
 import torch
 import torch.nn.functional as F
 import torchvision
 from timm.layers.drop import drop_block_2d, drop_path
 from torch import Tensor
 
-import hookdrop
 from hookdrop import functional
 from hookdrop.kernels import native as kernel
 
@@ -31,10 +25,10 @@ DRAWS, SHARED_DRAWS = 20, 50
 SHAPES = ((32, 256, 28, 28), (32, 1024, 14, 14), (16, 256, 56, 56))
 GPU_SHAPES = (*SHAPES, (32, 2048, 7, 7), (16, 64, 112, 112))
 
-LIMIT, COPY = "x * c", "x.clone()"
+LIMIT = "x * c"
 BATCH, SAMPLE, EXPECTED = "hookdrop batch", "hookdrop sample", "hookdrop expected"
 SHARED, DROPOUT, DROPOUT2D = "hookdrop shared", "hookdrop dropout", "hookdrop dropout2d"
-TORCHVISION, TIMM, TIMM_SHARED, MIGUELVR = "torchvision", "timm", "timm shared", "miguelvr shared"
+TORCHVISION, TIMM, TIMM_SHARED = "torchvision", "timm", "timm shared"
 TORCH_DROPOUT, TORCH_DROPOUT2D = "F.dropout", "F.dropout2d"
 DROP_PATH, TIMM_DROP_PATH = "hookdrop drop_path", "timm drop_path"
 NO_KERNEL = ", no kernel"
@@ -89,8 +83,6 @@ def implementations(p: float = P, block: int = BLOCK, device: str = "cpu") -> di
         for name in _COMPILED:
             variant = replace(found[name], name=name + NO_KERNEL, no_kernel=True)
             found[variant.name] = variant
-    if device != "cpu":
-        found[COPY] = Implementation(COPY, torch.clone)
     return found
 
 
@@ -105,7 +97,6 @@ def _calls(p: float, block: int) -> dict[str, Callable[[Tensor], Tensor]]:
         TORCHVISION: partial(torchvision.ops.drop_block2d, p=p, block_size=block),
         TIMM: partial(drop_block_2d, drop_prob=p, block_size=block, couple_channels=False),
         TIMM_SHARED: partial(drop_block_2d, drop_prob=p, block_size=block, couple_channels=True),
-        MIGUELVR: partial(_miguelvr, p=p, block=block),
         TORCH_DROPOUT: partial(F.dropout, p=p),
         TORCH_DROPOUT2D: partial(F.dropout2d, p=p),
         DROPOUT: partial(functional.dropout, p=p),
@@ -120,16 +111,6 @@ def drop_paths(p: float = P) -> dict[str, Implementation]:
         TIMM_DROP_PATH: partial(drop_path, drop_prob=p, training=True),
     }
     return {name: Implementation(name, call) for name, call in calls.items()}
-
-
-def _miguelvr(x: Tensor, p: float, block: int) -> Tensor:
-    """DropBlock of github.com/miguelvr/dropblock: seeds anywhere at rate p / block^2, one mask for all channels."""
-    seeds = (torch.rand(x.shape[0], *x.shape[2:], device=x.device) < p / block**2).float()
-    blocks = F.max_pool2d(seeds[:, None], block, stride=1, padding=block // 2)
-    if block % 2 == 0:
-        blocks = blocks[..., :-1, :-1]
-    keep = 1 - blocks.squeeze(1)
-    return x * keep[:, None] * keep.numel() / keep.sum()
 
 
 @contextmanager
@@ -156,12 +137,7 @@ def dropped_fraction(implementation: Implementation, shape: Shape, draws: int = 
         shape, draws = (shape[0], 1, *shape[2:]), SHARED_DRAWS * draws
     ones = torch.ones(shape, device=device)
     with implementation.context():
-        return zero_fraction(implementation.call, ones, draws)
-
-
-def zero_fraction(call: Callable[[Tensor], Tensor], ones: Tensor, draws: int) -> float:
-    """Return the mean fraction of zeros in `call(ones)` over `draws` calls."""
-    return sum((call(ones) == 0).float().mean().item() for _ in range(draws)) / draws
+        return sum((implementation.call(ones) == 0).float().mean().item() for _ in range(draws)) / draws
 
 
 def format_shape(shape: Shape) -> str:
@@ -175,37 +151,3 @@ def shape(text: str) -> Shape:
     if len(sizes) != 4 or min(sizes) < 1:
         raise ValueError(f"expected a shape NxCxHxW, got {text!r}")
     return sizes
-
-
-def machine_info(device: str = "cpu") -> dict[str, Any]:
-    """Describe the hardware and the software versions."""
-    modules = (hookdrop, torch, torchvision, timm)
-    return {
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "device": device if device == "cpu" else torch.cuda.get_device_name(),
-        "threads": torch.get_num_threads(),
-        "kernel": kernel.available(),
-        "python": platform.python_version(),
-        "versions": {module.__name__: module.__version__ for module in modules},
-    }
-
-
-def format_machine(found: dict[str, Any]) -> str:
-    """Format `machine_info` as two lines."""
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    where = "" if found["device"] == "cpu" else f", {found['device']}"
-    built = "used" if found["kernel"] else "not built, or disabled by HOOKDROP_KERNEL=0"
-    return (
-        f"{found['cpu']}, {found['cores']} cores, {found['threads']} threads{where}; {versions}\n"
-        f"hookdrop's compiled kernel: {built}."
-    )
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

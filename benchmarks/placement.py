@@ -7,14 +7,10 @@ modules. If the model has no module at the end of a branch (ResNets), blocks and
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
-import warnings
-from collections import Counter
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -23,8 +19,10 @@ from timm.layers.drop import DropBlock2d, DropPath
 from torch import nn
 
 import hookdrop
+import sweep
 from hookdrop import InjectionError, LayerError
 from hookdrop.recipes import stochastic_depth, timm_dropblock
+from report import Sweep
 
 P = 0.1
 TOLERANCE = 1e-6
@@ -39,26 +37,22 @@ SCALES: dict[str, Any] = {
 Rates = dict[str, tuple[float, ...]]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Compare, print a summary, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--match", default="*", help="glob pattern for timm model names")
-    parser.add_argument("--out", type=Path, default=Path("runs/placement.json"))
-    options = parser.parse_args(argv)
-    warnings.simplefilter("ignore")
-    names = timm.list_models(options.match)
-    found = {name: {"stochastic_depth": depth(name), "timm_dropblock": dropblock(name)} for name in names}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(result)}" for name, result in found.items())
-    options.out.write_text(f'{{"timm": {json.dumps(timm.__version__)}, "found": {{\n{lines}\n}}}}\n')
-    for recipe in ("stochastic_depth", "timm_dropblock"):
-        print(recipe)
-        for what, count in Counter(re.sub("[:,].*", "", result[recipe]) for result in found.values()).most_common():
-            print(f"  {count:5} {what}")
-    for name, result in found.items():
-        for recipe, what in result.items():
-            if not what.startswith(("equal", "unused", "untaken")):
-                print(f"{name}, {recipe}: {what}")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare the architectures of this shard, and write placement.json and placement.md."""
+    options = sweep.parser(__doc__, out="runs/placement", memory=8.0).parse_args(argv)
+    about = Sweep("placement", "The sites of the recipes and timm's", "python benchmarks/placement.py")
+    return sweep.main(options, about, timm.list_models(), compare)
+
+
+def compare(name: str, options: object = None) -> dict[str, Any]:
+    """Return the record of one architecture, with the result of each recipe."""
+    found = {"stochastic_depth": depth(name), "timm_dropblock": dropblock(name)}
+    others = {recipe: text for recipe, text in found.items() if not text.startswith(("equal", "unused", "untaken"))}
+    if not others:
+        return found | {"status": "passed" if any(text.startswith("equal") for text in found.values()) else "no layers"}
+    refused = all(text.startswith("refused") for text in others.values())
+    error = "; ".join(f"{recipe}: {text}" for recipe, text in others.items())
+    return found | {"status": "refused" if refused else "differs", "error": error}
 
 
 def depth(name: str) -> str:
@@ -70,7 +64,7 @@ def depth(name: str) -> str:
     # Including branches with rate 0, where timm has an Identity.
     branch_ends = {site for site in called_modules(native) if re.search(r"drop_path\d*$", site)}
     modules = {site: native.get_submodule(site) for site in branch_ends}
-    expected = {site: (module.drop_prob,) for site, module in modules.items() if is_active(module)}
+    expected = {site: (one.drop_prob,) for site, one in modules.items() if isinstance(one, DropPath) and one.drop_prob}
     if not expected:
         return "unused"
     mismatches = []
@@ -114,7 +108,7 @@ def build(name: str, **keywords: float) -> nn.Module | None:
 
 def difference(clean: nn.Module, got: Rates, expected: Rates) -> str:
     """Describe the first difference; return "" if there is none."""
-    if not all(has_module(clean, site) for site in expected):
+    if not set(expected) <= {name for name, _ in clean.named_modules(remove_duplicate=False)}:
         got, expected = ({site.rpartition(".")[0]: rates for site, rates in one.items()} for one in (got, expected))
     for extra, what in ((set(got) - set(expected), "not in timm"), (set(expected) - set(got), "only in timm")):
         if extra:
@@ -123,11 +117,6 @@ def difference(clean: nn.Module, got: Rates, expected: Rates) -> str:
         if any(abs(a - b) > TOLERANCE for a, b in zip(got[site], expected[site], strict=True)):
             return f"the rate of {site} is {got[site]}, timm's {expected[site]}"
     return ""
-
-
-def is_active(module: nn.Module) -> bool:
-    """Return whether the module is a `DropPath` with a positive rate."""
-    return isinstance(module, DropPath) and module.drop_prob > 0.0
 
 
 def called_modules(model: nn.Module) -> set[str]:
@@ -143,12 +132,5 @@ def called_modules(model: nn.Module) -> set[str]:
     return called
 
 
-def has_module(model: nn.Module, name: str) -> bool:
-    """Return whether the model has a module with this name."""
-    with suppress(AttributeError):
-        return isinstance(model.get_submodule(name), nn.Module)
-    return False
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,7 +6,6 @@ With the path of another checkout, it measures that one, so that two versions ca
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import re
@@ -19,15 +18,6 @@ from rich.table import Table
 
 from terminal import make_console
 
-GUARDS = re.compile(r"guards/|diagnostics/(checks|watchdog|training|first_call|rank_seeds)|hooks/batch_norm|errors\.py")
-MACHINERY = re.compile(
-    r"utils/(validation|torch_internals|wrappers|names|seeding|weights)|hooks/(checkpointing|compiling|portable|placed)"
-)
-"""Files that exist because of rare situations."""
-
-_CHECKS = re.compile(r"warn|check|require|valid|raise|error|problem|_text$")
-"""Functions that raise or warn, or write the text."""
-
 _MEMBERS = """
 import json, torch, hookdrop
 module = set(dir(torch.nn.Module))
@@ -37,51 +27,27 @@ print(json.dumps([public(hookdrop.Injection), public(hookdrop.Regularizer)]))
 """
 
 
-def measure(root: Path) -> dict[str, int | str]:
+def measure(root: Path) -> dict[str, int]:
     """Return the figures of the package in the checkout `root`, by name."""
     package = root / "hookdrop"
     texts = {str(file.relative_to(package)): file.read_text() for file in sorted(package.rglob("*.py"))}
     lines = {name: len(text.splitlines()) for name, text in texts.items()}
-    total = sum(lines.values())
-    guards = sum(lines[name] if GUARDS.search(name) else checking_lines(text) for name, text in texts.items())
-    machinery = sum(lines[name] for name in texts if MACHINERY.match(name) and not GUARDS.search(name))
     loaded = _python(root, "-X", "importtime", "-c", "import hookdrop").stderr
     injection, regularizer = json.loads(_python(root, "-c", _MEMBERS).stdout)
     contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract.get("containers") == ["hookdrop"])
     entries = [path for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
     return {
-        "lines of the package": total,
+        "lines of the package": sum(lines.values()),
         "files of the package": len(texts),
         "modules at `import hookdrop`": len(set(re.findall(r"\|\s+(hookdrop[\w.]*)$", loaded, flags=re.M))),
         "public members of Injection": injection,
         "public members of Regularizer": regularizer,
         "`# type: ignore`": sum(text.count("# type: ignore") for text in texts.values()),
         "lines of guards/": sum(lines[name] for name in lines if name.startswith("guards/")),
-        "lines that raise or warn": f"{guards} ({guards / total:.1%})",
-        "and machinery for it": f"{guards + machinery} ({(guards + machinery) / total:.1%})",
         "entries at the root": len(entries),
         "import levels": len(layers),
     }
-
-
-def checking_lines(text: str) -> int:
-    """Count the lines of statements that raise or warn, with their conditions, and of functions that do only that."""
-    lines: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        match node:
-            case ast.FunctionDef(name=name) if _CHECKS.search(name):
-                end = node.end_lineno
-            case ast.If(body=[*_, ast.Raise() as last]) | ast.ExceptHandler(body=[*_, ast.Raise() as last]):
-                end = last.end_lineno
-            case ast.Raise():
-                end = node.end_lineno
-            case ast.Expr(value=ast.Call(func=called)) if "warn" in ast.unparse(called):
-                end = node.end_lineno
-            case _:
-                continue
-        lines |= set(range(node.lineno, (end or node.lineno) + 1))
-    return len(lines)
 
 
 def _python(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

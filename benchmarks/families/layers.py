@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
 from families.inputs import Inputs, attempts
+from models.footprint import tensors
 
 _MIXERS = re.compile("attention|attn|mla$|mixer|mamba|ssm|recurrent|rwkv|deltanet|retention|fourier", re.IGNORECASE)
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -31,6 +33,19 @@ class Run:
     def __call__(self) -> Any:
         """Run the part."""
         return self.module(**self.inputs)
+
+
+def float_tensors(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors in a value."""
+    return [x for x in tensors(value) if x.is_floating_point()]
+
+
+def with_first(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value with a function applied to its first floating-point tensor."""
+    leaves, spec = tree_flatten(value)
+    first = next(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point())
+    leaves[first] = function(leaves[first])
+    return tree_unflatten(leaves, spec)
 
 
 def stacks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Layers]]:
@@ -94,8 +109,6 @@ def _first_run(name: str, part: PreTrainedModel) -> tuple[Run | None, set[int], 
         with torch.no_grad(), watching(part, called):
             try:
                 run()
-            except TimeoutError:
-                raise
             except Exception as error:  # models reject inputs with any kind of error
                 reason = reason or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]
                 continue
@@ -108,5 +121,5 @@ def watching(model: nn.Module, called: set[int]) -> Iterator[None]:
     """Add the id of every module that is called to `called`."""
     with ExitStack() as stack:
         for module in model.modules():
-            stack.callback(module.register_forward_hook(lambda module, args, output: called.add(id(module))).remove)
+            stack.enter_context(module.register_forward_hook(lambda module, *_: called.add(id(module))))
         yield

@@ -9,15 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from families.check import Planned, RecipeCheck
+import hookdrop
 from families.depth import check_sites
-from families.layers import Run
+from families.layers import Run, float_tensors
 from families.units import check_heads, check_layers, check_patches, check_tokens
-from hookdrop import recipes
+from hookdrop import InjectionError, LayerError, recipes
 from hookdrop.recipes import Recipe
-from models.check import require
+from models.check import Behavior, require
 
 Record = dict[str, Any]
+Planned = list[tuple[Run, hookdrop.Plan]]
+"""The plans of a recipe, each with the forward that its sites were found in."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,10 @@ class Case:
 
 def run_case(case: Case, model: nn.Module, runs: Sequence[Run]) -> Record:
     """Return the record of the first settings with which the recipe covers the model, else of the first settings."""
-    behavior = RecipeCheck(model, runs)
+    behavior = Behavior(model, lambda: [float_tensors(run()) for run in runs], strict=True)
     tried = []
     for status, recipe in case.recipes.items():
-        planned, refused = behavior.run(recipe)
+        planned, refused = _inject(behavior, recipe, runs)
         if not planned or (refused and case.whole):
             tried.append({"status": "refused", "error": refused[0][:250]})
             continue
@@ -46,6 +48,23 @@ def run_case(case: Case, model: nn.Module, runs: Sequence[Run]) -> Record:
             return record
         tried.append(record | {"status": "partial"})
     return tried[0]
+
+
+def _inject(behavior: Behavior, recipe: Recipe, runs: Sequence[Run]) -> tuple[Planned, list[str]]:
+    """Inject in the module of each run, and return the plans, and the reasons of the modules that are refused."""
+    planned, refused = Planned(), []
+    for run in runs:
+        settings: dict[str, Any] = {"p_scale": "equal", "example_input": run.inputs}
+        try:
+            plan = behavior.plan(run.module, recipe, **settings)
+        except (LayerError, InjectionError) as error:
+            refused.append(" ".join(str(error).partition("No hook was placed")[0].split()))
+            continue
+        if not any(site.calls for site in plan.sites):
+            refused.append(f"{plan.sites[0].name} does not run with these inputs, as the plan warns")
+            continue
+        planned.append((run, behavior.inject(run.module, recipe, **settings).plan))
+    return planned, refused
 
 
 def check_depth(model: nn.Module, planned: Planned) -> Record:

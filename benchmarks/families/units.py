@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +20,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import hookdrop
-from families.check import float_tensors, tensors, with_first
 from families.depth import randomized
 from families.inputs import BATCH
-from families.layers import Run
+from families.layers import Run, float_tensors, with_first
 from hookdrop import HeadDropout, NEFTune, TokenDropout, recipes
 from models.check import require
+from models.footprint import tensors
 
-FORWARDS = 20
+ALMOST_1 = 1 - 1e-9
+"""LayerDrop has to keep a layer sometimes."""
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
 
 
@@ -122,27 +124,23 @@ def _inputs_of(
     """Return the first input of each layer, and the modules that run around each product of attention."""
     found: dict[str, Tensor] = {}
     running: list[str] = []
-    run.module.eval()
+
+    def enter(name: str, module: nn.Module, *given: Any) -> None:
+        running.append(name)
+        if name in names:
+            found.setdefault(name, float_tensors(given)[0].clone())
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
     with ExitStack() as stack:
-        for name, module in run.module.named_modules():
-            enter = module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
-            stack.callback(enter.remove)
-            stack.callback(module.register_forward_hook(lambda *_: void(running.pop())).remove)
-        for name in names:
-            site = run.module.get_submodule(name)
-            stack.callback(site.register_forward_pre_hook(_saved(found, name), with_kwargs=True).remove)
+        for name, module in run.module.eval().named_modules():
+            stack.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(leave))
         torch.manual_seed(0)
         cores = stack.enter_context(_Cores(running, chosen or [], head, heads, axis))
         run()
     return found, cores.found
-
-
-def _saved(found: dict[str, Tensor], name: str) -> Any:
-    return lambda module, *given: void(found.setdefault(name, float_tensors(given)[0].clone()))
-
-
-def void(value: object) -> None:
-    """Discard a value, because a hook must return None."""
 
 
 def _around(name: str, cores: list[tuple[str, ...]]) -> list[int]:
@@ -156,30 +154,19 @@ def _around(name: str, cores: list[tuple[str, ...]]) -> list[int]:
 
 
 def check_layers(run: Run, plan: hookdrop.Plan) -> None:
-    """Check that each layer returns its own output or its input, and its input in one of the forwards.
+    """Check that each layer returns its input if it is dropped.
 
     Raises:
         CheckFailed: a layer does not.
     """
-    waiting = {site.name for site in plan.sites}
-    drop = hookdrop.inject(run.module, recipes.layer_drop(p=0.5), example_input=run.inputs)
-    with ExitStack() as stack:
-        inputs: dict[str, Tensor] = {}
-        for name in waiting:
-            hook = run.module.get_submodule(name).register_forward_pre_hook(_saved(inputs, name), with_kwargs=True)
-            stack.callback(hook.remove)
-        for context in (randomized(run.module), drop, drop.sampling(), torch.no_grad()):
-            stack.enter_context(context)
-        for _ in range(FORWARDS):
-            inputs.clear()
-            with drop.recording(last=99) as record:
-                run()
-            for name in [*waiting]:
-                call = record.calls(name)[0]
-                if not torch.equal(call.after, call.before):
-                    require(torch.equal(call.after, inputs[name]), f"without {name}, its input does not come out")
-                    waiting.discard(name)
-    require(not waiting, f"{sorted(waiting)[:1]} is never dropped")
+    names = [site.name for site in plan.sites]
+    drop = hookdrop.inject(run.module, recipes.layer_drop(p=0.5), p_scale="equal", example_input=run.inputs)
+    with randomized(run.module), drop, drop.sampling(p=ALMOST_1), drop.recording(last=99) as record:
+        inputs, _ = _inputs_of(run, names)
+    for name in names:
+        call = record.calls(name)[0]
+        require(not torch.equal(call.after, call.before), f"{name} is never dropped")
+        require(torch.equal(call.after, inputs[name]), f"without {name}, its input does not come out")
 
 
 def check_patches(run: Run, plan: hookdrop.Plan) -> None:
@@ -201,9 +188,8 @@ def check_patches(run: Run, plan: hookdrop.Plan) -> None:
 
             return with_first(output, change)
 
-        with _hooked(run.module.get_submodule(site.name), keep), torch.no_grad():
-            torch.manual_seed(0)
-            return float_tensors(run())
+        torch.manual_seed(0)
+        return float_tensors(_run_with(keep, site.name, run))
 
     plain = with_patches(lambda count: torch.arange(0, count, 2))
     turned = with_patches(lambda count: torch.arange(0, count, 2).flip(0))
@@ -215,13 +201,11 @@ def check_patches(run: Run, plan: hookdrop.Plan) -> None:
         require(torch.allclose(before, after, rtol=1e-3, atol=1e-4), f"the order of the patches at {site.name} matters")
 
 
-@contextmanager
-def _hooked(module: nn.Module, hook: Any) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+@torch.no_grad()
+def _run_with(hook: Any, name: str, run: Run) -> Any:
+    """Run with a forward hook at a layer, and return the output."""
+    with run.module.get_submodule(name).register_forward_hook(hook):
+        return run()
 
 
 def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
@@ -238,8 +222,7 @@ def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
     def save(module: nn.Module, args: Any, output: Any) -> None:
         seen.append((tensors(args)[0], tensors(output)[0].clone()))  # BLIP adds positions in place
 
-    with _hooked(run.module.get_submodule(site.name), save), torch.no_grad():
-        run()
+    _run_with(save, site.name, run)
     require(bool(seen), f"{site.name} does not run")
     ids, vectors = seen[0][0], seen[0][1].flatten(0, -2)
     require(not ids.is_floating_point() and ids.numel() % len(vectors) == 0, f"{site.name} does not look up tokens")

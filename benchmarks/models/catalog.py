@@ -27,34 +27,25 @@ _SIZE_KEYWORDS = {".vision_transformer": "image_size", ".maxvit": "input_size"}
 _FIXED_DETECTORS = (".ssd", ".ssdlite")
 
 
-@dataclass(frozen=True)
-class Name:
-    """The name of a model and its library."""
+def names() -> list[str]:
+    """Return all architectures of both libraries, such as `timm:resnet18`."""
+    libraries = {"timm": timm.list_models(), "torchvision": torchvision.models.list_models()}
+    return [f"{library}:{model}" for library, models in libraries.items() for model in models]
 
-    library: str
-    name: str
 
-    def __str__(self) -> str:
-        return f"{self.library}:{self.name}"
-
-    @property
-    def family(self) -> str:
-        """The module that defines the model, such as `resnet` (timm) or `torchvision.resnet`."""
-        if self.library == "timm":
-            return str(_registry._model_to_module[self.name])
-        return self.module.replace("torchvision.models", "torchvision")
-
-    @property
-    def module(self) -> str:
-        """The module of the builder of a torchvision model."""
-        return str(torchvision.models.get_model_builder(self.name).__module__)
+def family(name: str) -> str:
+    """Return the module that defines a model, such as `resnet` (timm) or `torchvision.resnet`."""
+    library, _, model = name.partition(":")
+    if library == "timm":
+        return str(_registry._model_to_module[model])
+    return str(_builder(name).__module__).replace("torchvision.models", "torchvision")
 
 
 @dataclass(frozen=True)
 class Trial:
     """A model name with an input shape and the builder's keywords for it."""
 
-    name: Name
+    name: str
     shape: tuple[int, ...]
     """The shape of one sample."""
     keywords: dict[str, Any] = field(default_factory=dict)
@@ -68,13 +59,13 @@ class Trial:
     def example(self, device: str = "cpu") -> Example:
         """Create a batch of `BATCH` samples."""
         # One seed per model: similar models with the same seed would draw the same masks.
-        seed = zlib.crc32(str(self.name).encode())
+        seed = zlib.crc32(self.name.encode())
         torch.manual_seed(seed)
         x = torch.randn(BATCH, *self.shape, device=device)
-        if ".detection." in self.name.family:
+        if ".detection." in family(self.name):
             images = [image.sigmoid() for image in x]
             return Example((images,), (images, [_target(self.shape[-1], device) for _ in images]), seed)
-        if ".optical_flow." in self.name.family:
+        if ".optical_flow." in family(self.name):
             arguments = (x.tanh(), x.flip(0).tanh(), 2)
             return Example(arguments, arguments, seed)
         return Example((x,), (x,), seed)
@@ -96,32 +87,20 @@ class Example:
     seed: int = 0
 
 
-def names(library: str | None = None) -> list[Name]:
-    """Return all architectures of both libraries, or of one."""
-    found = [Name("timm", name) for name in timm.list_models()]
-    found += [Name("torchvision", name) for name in torchvision.models.list_models()]
-    return [name for name in found if library in (None, name.library)]
-
-
-def families(library: str = "timm") -> set[str]:
-    """Return the model families of a library."""
-    return {name.family for name in names(library)}
-
-
-def trials(name: Name, skeleton: nn.Module) -> Iterator[Trial]:
+def trials(name: str, skeleton: nn.Module) -> Iterator[Trial]:
     """Yield the ways to build `name`, smallest input first.
 
     Args:
         name: the model.
         skeleton: the default model on the meta device, which states its native input size.
     """
-    if name.library == "timm":
+    if name.startswith("timm:"):
         yield from _timm_trials(name, skeleton)
     else:
         yield from _torchvision_trials(name)
 
 
-def skeleton_of(name: Name) -> nn.Module:
+def skeleton_of(name: str) -> nn.Module:
     """Build the default model on the meta device, or on the CPU if its constructor needs values."""
     try:
         return Trial(name, ()).build("meta")
@@ -148,7 +127,7 @@ def _needs_values(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "meta tensor" in text or "aten::" in text or "Meta" in text
 
 
-def _timm_trials(name: Name, skeleton: nn.Module) -> Iterator[Trial]:
+def _timm_trials(name: str, skeleton: nn.Module) -> Iterator[Trial]:
     own = tuple(getattr(skeleton, "pretrained_cfg", {}).get("input_size") or (3, 224, 224))
     accepts_size = accepts(name, img_size=own[-1])
     for side in sorted({*SIDES, own[-1]}):
@@ -163,8 +142,8 @@ def _timm_trials(name: Name, skeleton: nn.Module) -> Iterator[Trial]:
             return
 
 
-def _torchvision_trials(name: Name) -> Iterator[Trial]:
-    module = name.module
+def _torchvision_trials(name: str) -> Iterator[Trial]:
+    module = family(name)
     if ".video." in module:
         clips = ((4, 32), (8, 32), (8, 64), (16, 64), (16, 112), (16, 224))
         yield from (Trial(name, (3, frames, side, side)) for frames, side in clips)
@@ -180,13 +159,13 @@ def _torchvision_trials(name: Name) -> Iterator[Trial]:
             yield Trial(name, (3, side, side), {keyword: value} if keyword and side != 224 else default)
 
 
-def _detector_trials(name: Name) -> Iterator[Trial]:
+def _detector_trials(name: str) -> Iterator[Trial]:
     # Random weights give low scores. Without a threshold there are always boxes to compare; eight are enough.
-    if any(part in name.module for part in _FIXED_DETECTORS):
+    if any(part in family(name) for part in _FIXED_DETECTORS):
         yield Trial(name, (3, 64, 64), {"score_thresh": 0.0, "detections_per_img": 8})
         return
     few: dict[str, Any] = {"score_thresh": 0.0, "detections_per_img": 8}
-    if "rcnn" in name.module:
+    if "rcnn" in family(name):
         few = {f"box_{key}": value for key, value in few.items()}
     for side in (64, 128, 224):
         yield Trial(name, (3, side, side), {"min_size": side, "max_size": side, **few})
@@ -205,7 +184,7 @@ def _target(side: int, device: str) -> dict[str, Tensor]:
     }
 
 
-def accepts(name: Name, **keywords: Any) -> bool:
+def accepts(name: str, **keywords: Any) -> bool:
     """Return whether the builder accepts these keywords."""
     try:
         with quick_weights(), torch.device("meta"):
@@ -215,13 +194,17 @@ def accepts(name: Name, **keywords: Any) -> bool:
     return True
 
 
-def _build(name: Name, keywords: dict[str, Any]) -> nn.Module:
-    if name.library == "timm":
-        return timm.create_model(name.name, pretrained=False, **keywords)
-    build: Any = torchvision.models.get_model_builder(name.name)
+def _build(name: str, keywords: dict[str, Any]) -> nn.Module:
+    if name.startswith("timm:"):
+        return timm.create_model(name.removeprefix("timm:"), pretrained=False, **keywords)
+
     weights = {"weights", "weights_backbone"} & _parameters_of(name)
-    return build(**dict.fromkeys(weights), **keywords)  # None: random weights
+    return _builder(name)(**dict.fromkeys(weights), **keywords)  # None: random weights
 
 
-def _parameters_of(name: Name) -> set[str]:
-    return set(inspect.signature(torchvision.models.get_model_builder(name.name)).parameters)
+def _parameters_of(name: str) -> set[str]:
+    return set(inspect.signature(_builder(name)).parameters)
+
+
+def _builder(name: str) -> Any:
+    return torchvision.models.get_model_builder(name.removeprefix("torchvision:"))

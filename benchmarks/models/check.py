@@ -1,14 +1,12 @@
-"""The full check of one model: plan, inject, one training step, remove, and bit-exact comparisons."""
+"""What injecting and removing must keep, in any model: bit-exact comparisons around one training step."""
 
 from __future__ import annotations
 
 import re
-import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +15,11 @@ import hookdrop
 from hookdrop.recipes import Recipe
 from models.catalog import Example
 from models.footprint import bit_equal, differences, fingerprint, footprint, tensors
-from models.sites import BLOCK, SiteChooser, choose_regularizers, label
+from models.sites import BLOCK, choose_regularizers, label
 
 LEARNING_RATE = 1e-3
 STANDARD_ERRORS = 5.0
+Forward = Callable[[], Any]
 
 
 class CheckFailed(Exception):
@@ -31,218 +30,213 @@ class NotRunnable(Exception):
     """The model does not run or does not train on this input, even without hookdrop."""
 
 
-class Check:
-    """The steps of the check, in order; `record` holds the results, even if a step fails."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        example: Example,
-        choose: SiteChooser = choose_regularizers,
-        recipe: Recipe | None = None,
-    ) -> None:
-        self.model, self.example, self.choose, self.recipe = model, example, choose, recipe
-        self.record: dict[str, Any] = {}
-        self.warning_kinds: Counter[str] = Counter()
-
-    def run(self) -> dict[str, Any]:
-        """Run all steps on real values.
-
-        Returns:
-            The measurements and `status`: "passed", or "failed" with `step`, `error` and `traceback`.
-
-        Raises:
-            NotRunnable: the model does not run without hookdrop.
-        """
-        self._run_without_hookdrop()
-        return self._run_steps(self._plan, self._inject, self._train, self._remove)
-
-    def run_on_meta(self) -> dict[str, Any]:
-        """Run the steps that need no values: plan, inject, forward and remove."""
-        try:
-            self.model.eval()
-            with torch.no_grad():
-                self.model(*self.example.eval)
-        except Exception as error:
-            raise NotRunnable(f"on the meta device: {_first_line(error)}") from error
-        self.before = footprint(self.model)
-        return self._run_steps(self._plan, self._inject_on_meta)
-
-    def _run_steps(self, *steps: Callable[[], None]) -> dict[str, Any]:
-        self.record["status"] = "passed"
-        for step in steps:
-            try:
-                with self._counting_warnings():
-                    step()
-            except Exception as error:
-                self.record |= {"status": "failed", "step": step.__name__.strip("_"), "error": _first_line(error)}
-                self.record["traceback"] = short_traceback()
-                break
-        if self.warning_kinds:
-            self.record["warnings"] = dict(self.warning_kinds)
-        return self.record
-
-    @contextmanager
-    def _counting_warnings(self) -> Iterator[None]:
-        """Count hookdrop's warnings by kind and ignore all others."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                yield
-            finally:
-                kinds = [_kind(str(w.message)) for w in caught if issubclass(w.category, hookdrop.HookdropWarning)]
-                self.warning_kinds.update(kinds)
-
-    def _run_without_hookdrop(self) -> None:
-        """Record the loss, the gradients and the eval output of the original model."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self.loss = self._loss_and_gradients()
-                self.gradients = _gradients(self.model)
-                self.model.zero_grad(set_to_none=True)
-                self.output = self._evaluate()
-        except Exception as error:
-            raise NotRunnable(_first_line(error)) from error
-        if not self.gradients or not self.output:
-            raise NotRunnable("the model has no gradient or no output")
-        self.record["finite"] = all(bool(x.isfinite().all()) for x in self.output)
-        self.before, self.checksums = footprint(self.model), fingerprint(self.model)
-
-    def _plan(self) -> None:
-        rng_state = torch.get_rng_state()
-        self.regularizer = self.recipe or self._choose_layers()
-        self.plan = hookdrop.plan(self.model, self.regularizer, example_input=self.example.eval)
-        self.chosen = {site.name: site.regularizer for site in self.plan.sites}
-        self.record["sites"] = dict(Counter(label(regularizer) for regularizer in self.chosen.values()))
-        str(self.plan)
-        if self.recipe is None:
-            planned = {(site.name, site.shape, site.calls) for site in self.plan.sites}
-            require(planned <= self.listed, "the plan of the chosen layers differs from the plan of all layers")
-        self._require_unchanged("plan", torch.equal(rng_state, torch.get_rng_state()))
-
-    def _choose_layers(self) -> dict[str, hookdrop.Regularizer]:
-        plan = hookdrop.plan(self.model, layers="**", example_input=self.example.eval)
-        self.record["modules"] = len(plan.sites)
-        self.listed = {(site.name, site.shape, site.calls) for site in plan.sites}
-        return self.choose(plan)
-
-    def _require_unchanged(self, verb: str, same_rng: bool) -> None:
-        changed = differences(self.before, footprint(self.model))
-        require(not changed, f"{verb} changed {', '.join(changed)}")
-        require(same_rng, f"{verb} changed the RNG state")
-
-    def _inject(self) -> None:
-        rng_state = torch.get_rng_state()
-        self.drop = hookdrop.inject(self.model, self.regularizer, example_input=self.example.eval)
-        self._require_only_hooks_added(torch.equal(rng_state, torch.get_rng_state()))
-        require(fingerprint(self.model) == self.checksums, "plan or inject changed a parameter or buffer")
-        require(bit_equal(self._evaluate(), self.output), "eval output differs with hooks")
-        silent = [site.name for site in self.drop.sites if not site.called]
-        require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
-
-    def _require_only_hooks_added(self, same_rng: bool) -> None:
-        after = footprint(self.model)
-        changed = [part for part in differences(self.before, after) if part != "hooks"]
-        require(not changed, f"inject changed {', '.join(changed)}")
-        require(same_rng, "inject changed the RNG state")
-        require(after["hooks"] != self.before["hooks"], "inject placed no hook")
-
-    def _inject_on_meta(self) -> None:
-        self.drop = hookdrop.inject(self.model, self.regularizer, example_input=self.example.eval)
-        self._require_only_hooks_added(True)
-        self._evaluate()
-        require(all(site.called for site in self.drop.sites), "a site did not fire")
-        self.drop.remove()
-        self._require_unchanged("remove", True)
-
-    def _train(self) -> None:
-        with self.drop.recording(last=0) as measured:
-            self._loss_and_gradients()
-        self._check_rates(measured.totals)
-        gradients = _gradients(self.model)
-        changed = sorted(gradients ^ self.gradients)[:3]
-        require(not changed, f"different parameters have gradients: {changed}")
-        finite = any(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None)
-        require(finite or not self.loss.isfinite(), "no finite gradient")
-        torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, foreach=False).step()
-        self.model.zero_grad(set_to_none=True)
-
-    def _check_rates(self, measured: Any) -> None:
-        """Compare the measured drop rate of each kind of regularizer with the rates of its sites."""
-        self.record["elements"] = sum(site.elements for site in measured.sites.values())
-        self.record |= {"asked": round(measured.asked, 6), "dropped": round(measured.dropped, 6)}
-        shapes = {site.name: site.shape for site in self.plan.sites}
-        rates = {site.name: site.p for site in self.plan.sites}
-        kinds: dict[str, list[tuple[Any, int, float]]] = {}
-        for name, site in measured.sites.items():
-            if site.elements:
-                block = isinstance(self.chosen[name], hookdrop.DropBlock)
-                area = BLOCK ** (len(shapes[name] or ()) - 2) if block else 1
-                kinds.setdefault(label(self.chosen[name]), []).append((site, area, rates[name]))
-        require(bool(kinds), "no element was regularized in training")
-        for kind, sites in kinds.items():
-            total = sum(site.elements for site, _, _ in sites)
-            dropped = sum(site.zeroed for site, _, _ in sites) / total
-            asked = sum(p * site.elements for site, _, p in sites) / total
-            # The elements of a block are dropped together, and the number of a few blocks is not normally distributed.
-            error = sum(p * (1 - p) * area * site.elements for site, area, p in sites) ** 0.5 / total
-            bound = STANDARD_ERRORS * (error + max(area for _, area, _ in sites) / total)
-            self.record["deviation"] = max(self.record.get("deviation", 0.0), round(abs(dropped - asked) / error, 2))
-            require(
-                abs(dropped - asked) <= bound, f"{kind} dropped {dropped:.5f} of {total} elements, expected {asked:.3g}"
-            )
-
-    def _remove(self) -> None:
-        hooked = self._evaluate()
-        checksums = fingerprint(self.model)
-        updated = any(checksums[name] != self.checksums[name] for name, _ in self.model.named_parameters())
-        require(updated, "the training step updated no parameter")
-        if problems := self.drop.check():
-            self.record["problems"] = [_kind(problem) for problem in problems]
-        self.drop.remove()
-        self._require_unchanged("remove", True)
-        require(fingerprint(self.model) == checksums, "remove changed a parameter or buffer")
-        require(bit_equal(self._evaluate(), hooked), "eval output differs after remove")
-        require(not hookdrop.find(self.model), "hookdrop.find still finds an injection after remove")
-
-    def _loss_and_gradients(self) -> Tensor:
-        torch.manual_seed(self.example.seed)
-        self.model.train()
-        output = tensors(self.model(*self.example.train))
-        loss = torch.stack([x.float().mean() for x in output if x.requires_grad]).sum()
-        loss.backward()
-        return loss.detach()
-
-    @torch.no_grad()
-    def _evaluate(self) -> list[Tensor]:
-        torch.manual_seed(self.example.seed)
-        self.model.eval()
-        return tensors(self.model(*self.example.eval))
-
-
-def require(condition: bool, message: str) -> None:
+def require(condition: object, message: str) -> None:
     """Raise `CheckFailed` with `message` unless the condition is true."""
     if not condition:
         raise CheckFailed(message)
 
 
-def short_traceback() -> str:
-    """Format the traceback of the current error, with shortened paths."""
-    return re.sub(r'File ".*?((?:[^/"]+/){0,3}[^/"]+)"', r'File "\1"', traceback.format_exc())
+class Injected(NamedTuple):
+    """The plan of an injection, what a training step dropped, and the problems that `check` found."""
+
+    plan: hookdrop.Plan
+    totals: Any
+    problems: list[str]
 
 
-def _gradients(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if p.grad is not None}
+class Behavior:
+    """A model, and what it does without hooks.
+
+    Args:
+        model: the model; on the meta device, only what needs no values is checked.
+        evaluate: a forward in eval mode.
+        train: a forward in training mode; None is `evaluate`.
+        seed: of the random numbers of a forward.
+        strict: whether all gradients of a training step have to be finite, not only some of them.
+
+    Raises:
+        NotRunnable: the model does not run or does not train without hooks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        evaluate: Forward,
+        train: Forward | None = None,
+        seed: int = 0,
+        strict: bool = False,
+    ) -> None:
+        self.model, self._forwards = model, {True: train or evaluate, False: evaluate}
+        self._seed, self._finite_gradients = seed, all if strict else any
+        self._has_values = not any(p.is_meta for p in model.parameters())
+        self.finite = strict
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._gradients = self._train() if self._has_values else set()
+                self.output = self._evaluate()
+                self._before = footprint(model)
+                self._evaluate()
+        except Exception as error:
+            raise NotRunnable(f"without hooks: {first_line(error)}") from error
+        if not self.output or (self._has_values and not self._gradients):
+            raise NotRunnable("the model has no gradient or no output")
+        # I-BERT replaces its buffers in each forward.
+        again = footprint(model)
+        self._before = {part: value for part, value in self._before.items() if value == again[part]}
+        self.finite = self._has_values and all(bool(x.isfinite().all()) for x in self.output)
+        if strict and not self.finite:
+            raise NotRunnable("without hooks: the output is not finite")
+
+    def plan(self, part: nn.Module, regularizer: Any, **settings: Any) -> hookdrop.Plan:
+        """Plan in the model or a part of it, and check that this changes nothing."""
+        state = torch.get_rng_state()
+        plan = hookdrop.plan(part, regularizer, **settings)
+        str(plan)
+        self._require_unchanged("plan", state)
+        return plan
+
+    def inject(self, part: nn.Module, regularizer: Any, **settings: Any) -> Injected:
+        """Plan, inject, evaluate, run one training step, and remove.
+
+        Raises:
+            CheckFailed: a guarantee is broken.
+        """
+        checksums, plan = fingerprint(self.model), self.plan(part, regularizer, **settings)
+        state = torch.get_rng_state()
+        drop = hookdrop.inject(part, regularizer, **settings)
+        self._require_unchanged("inject", state, "hooks")
+        require(footprint(self.model)["hooks"] != self._before["hooks"], "inject placed no hook")
+        require(fingerprint(self.model) == checksums, "plan or inject changed a parameter or buffer")
+        require(bit_equal(self._evaluate(), self.output), "eval output differs with hooks")
+        silent = [site.name for site in drop.sites if not site.called]
+        require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
+        totals = self._train_with(drop) if self._has_values else None
+        updated, self.output, problems = fingerprint(self.model), self._evaluate(), drop.check()
+        changed = any(updated[name] != checksums[name] for name, _ in self.model.named_parameters() if name in updated)
+        require(changed or not self._has_values, "the training step updated no parameter")
+        drop.remove()
+        self._require_unchanged("remove")
+        require(fingerprint(self.model) == updated, "remove changed a parameter or buffer")
+        require(bit_equal(self._evaluate(), self.output), "eval output differs after remove")
+        require(not hookdrop.find(self.model), "hookdrop.find still finds an injection after remove")
+        return Injected(plan, totals, problems)
+
+    def _require_unchanged(self, verb: str, rng_state: Tensor | None = None, *except_for: str) -> None:
+        after = footprint(self.model)
+        changed = [part for part in differences(self._before, after) if part not in except_for]
+        require(not changed, f"{verb} changed {', '.join(changed)}")
+        same = rng_state is None or torch.equal(rng_state, torch.get_rng_state())
+        require(same, f"{verb} changed the RNG state")
+
+    def _train_with(self, drop: hookdrop.Injection) -> Any:
+        """Run a training step and return what it dropped."""
+        with drop.recording(last=0) as measured:
+            changed = sorted(self._train(update=True) ^ self._gradients)[:3]
+        require(not changed, f"different parameters have gradients: {changed}")
+        return measured.totals
+
+    def _train(self, update: bool = False) -> set[str]:
+        """Run a forward and a backward; return the names of the parameters with a gradient."""
+        losses = [x.float().mean() for x in self._run(training=True) if x.requires_grad]
+        loss = torch.stack(losses).sum()
+        loss.backward()
+        found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        finite = self._finite_gradients(bool(gradient.isfinite().all()) for gradient in found.values())
+        require(finite or not self.finite, "the gradients are not finite")
+        if update:
+            torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, foreach=False).step()
+        self.model.zero_grad(set_to_none=True)
+        self.model.eval()
+        return set(found)
+
+    @torch.no_grad()
+    def _evaluate(self) -> list[Tensor]:
+        return self._run(training=False)
+
+    def _run(self, training: bool) -> list[Tensor]:
+        torch.manual_seed(self._seed)
+        self.model.train(training)
+        return tensors(self._forwards[training]())
 
 
-def _kind(text: str) -> str:
+class Check:
+    """The full check of one model of timm or torchvision, with the sites of a recipe or with all norms."""
+
+    def __init__(self, model: nn.Module, example: Example, recipe: Recipe | None = None) -> None:
+        self.model, self.example, self.recipe = model, example, recipe
+
+    def run(self) -> dict[str, Any]:
+        """Return the measurements.
+
+        Raises:
+            NotRunnable: the model does not run without hookdrop.
+            CheckFailed: a guarantee is broken.
+        """
+        evaluate, train = (lambda given=given: self.model(*given) for given in (self.example.eval, self.example.train))
+        behavior = Behavior(self.model, evaluate, train, self.example.seed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            record = self._inject(behavior)
+        kinds = Counter(kind(str(one.message)) for one in caught if issubclass(one.category, hookdrop.HookdropWarning))
+        return record | ({"warnings": dict(kinds)} if kinds else {})
+
+    def _inject(self, behavior: Behavior) -> dict[str, Any]:
+        record: dict[str, Any] = {"status": "passed"}
+        chosen: Any = self.recipe
+        if chosen is None:
+            every = behavior.plan(self.model, None, layers="**", example_input=self.example.eval)
+            record["modules"], chosen = len(every.sites), choose_regularizers(every)
+            listed = {(site.name, site.shape, site.calls) for site in every.sites}
+        found = behavior.inject(self.model, chosen, example_input=self.example.eval)
+        planned = {(site.name, site.shape, site.calls) for site in found.plan.sites}
+        same = self.recipe is not None or planned <= listed
+        require(same, "the plan of the chosen layers differs from the plan of all layers")
+        record["sites"] = dict(Counter(label(site.regularizer) for site in found.plan.sites))
+        if found.totals is not None:
+            record |= {"finite": behavior.finite, **rates(found)}
+        return record | ({"problems": [kind(problem) for problem in found.problems]} if found.problems else {})
+
+
+def rates(found: Injected) -> dict[str, Any]:
+    """Compare the measured drop rate of each kind of regularizer with the rates of its sites.
+
+    Raises:
+        CheckFailed: a rate deviates by more than the standard errors and one block.
+    """
+    planned = {site.name: site for site in found.plan.sites}
+    by_kind: dict[str, list[tuple[Any, int, float]]] = {}
+    for name, measured in found.totals.sites.items():
+        if measured.elements:
+            site = planned[name]
+            is_block = isinstance(site.regularizer, hookdrop.DropBlock)
+            area = BLOCK ** (len(site.shape or ()) - 2) if is_block else 1
+            by_kind.setdefault(label(site.regularizer), []).append((measured, area, site.p))
+    require(by_kind, "no element was regularized in training")
+    deviation = 0.0
+    for name, sites in by_kind.items():
+        total = sum(site.elements for site, _, _ in sites)
+        dropped = sum(site.zeroed for site, _, _ in sites) / total
+        asked = sum(p * site.elements for site, _, p in sites) / total
+        # The elements of a block are dropped together, and the number of a few blocks is not normally distributed.
+        error = sum(p * (1 - p) * area * site.elements for site, area, p in sites) ** 0.5 / total
+        bound = STANDARD_ERRORS * (error + max(area for _, area, _ in sites) / total)
+        deviation = max(deviation, round(abs(dropped - asked) / error, 2))
+        text = f"{name} dropped {dropped:.5f} of {total} elements, expected {asked:.3g}"
+        require(abs(dropped - asked) <= bound, text)
+    elements = sum(site.elements for site in found.totals.sites.values())
+    asked, dropped = round(found.totals.asked, 6), round(found.totals.dropped, 6)
+    return {"elements": elements, "asked": asked, "dropped": dropped, "deviation": deviation}
+
+
+def kind(text: str) -> str:
     """Reduce a message to its kind: its first line without names and numbers."""
     line = re.sub(r"'[^']*'(, '[^']*')*", "'...'", text.strip().splitlines()[0])
     short = re.sub(r"#(x#)+", "#x#", re.sub(r"\d+(\.\d+)?", "#", line))
     return ": ".join(short.split(": ")[:2])[:150]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the class and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 _FOLD = 2**15
-_HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 def tensors(value: Any) -> list[Tensor]:
     """Collect all tensors in the output of a model."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [x for part in parts for x in tensors(part)]
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def bit_equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Return whether all tensors are equal bit for bit, including NaNs."""
+    """Return whether all tensors are equal bit for bit, including NaNs; those on the meta device have no bits."""
     return len(a) == len(b) and all(
-        x.shape == y.shape and x.dtype == y.dtype and torch.equal(_bytes(x), _bytes(y))
+        x.shape == y.shape and x.dtype == y.dtype and (x.is_meta or torch.equal(_bytes(x), _bytes(y)))
         for x, y in zip(a, b, strict=True)
     )
 
 
 def fingerprint(model: nn.Module) -> dict[str, int]:
     """Compute a checksum per parameter and buffer; a copy of a large model would not fit in memory."""
-    return {name: _checksum(x) for named in (model.named_parameters(), model.named_buffers()) for name, x in named}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: _checksum(x) for name, x in named if not x.is_meta}
 
 
 def _checksum(x: Tensor) -> int:
@@ -72,8 +57,13 @@ def footprint(model: nn.Module) -> dict[str, Any]:
         "buffers": [(name, id(b)) for name, b in model.named_buffers()],
         "attributes": [sorted(vars(module)) for _, module in modules],
         "training flags": [module.training for _, module in modules],
-        "hooks": [[list(getattr(module, table, None) or ()) for table in _HOOK_TABLES] for _, module in modules],
+        "hooks": [_hooks(module) for _, module in modules],
     }
+
+
+def _hooks(module: nn.Module) -> list[list[int]]:
+    """Return the ids in each of PyTorch's tables of hooks."""
+    return [list(table) for name, table in vars(module).items() if "hooks" in name and isinstance(table, dict)]
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -25,8 +25,7 @@ def quick_weights() -> Iterator[None]:
     """Fill large tensors from the pool, and skip tensors on the meta device."""
     with ExitStack() as stack:
         for method, fill in (("normal_", _normal), ("uniform_", _uniform), ("erfinv_", _erfinv)):
-            original = getattr(Tensor, method)
-            stack.enter_context(patch.object(Tensor, method, _accelerated(original, fill)))
+            stack.enter_context(patch.object(Tensor, method, _accelerated(getattr(Tensor, method), fill)))
         yield
 
 
@@ -36,7 +35,7 @@ def _accelerated(original: Any, fill: Any) -> Any:
             return self
         if self.numel() < _SMALL or not self.is_contiguous() or self.dtype != torch.float32:
             return original(self, *args, **kwargs)
-        fill(self, *args, **kwargs)
+        fill(self.detach().view(-1), *args, **kwargs)
         return self
 
     return method
@@ -44,25 +43,23 @@ def _accelerated(original: Any, fill: Any) -> Any:
 
 def _normal(x: Tensor, mean: float = 0.0, std: float = 1.0, generator: object = None) -> None:
     _tile(x, _pool()[0])
-    x.detach().mul_(std).add_(mean)
+    x.mul_(std).add_(mean)
 
 
 # `uniform_` calls its first argument "from", a Python keyword, so it is always positional.
 def _uniform(x: Tensor, a: float = 0.0, b: float = 1.0, generator: object = None) -> None:
     _tile(x, _pool()[1])
-    x.detach().mul_(b - a).add_(a)
+    x.mul_(b - a).add_(a)
 
 
 def _erfinv(x: Tensor) -> None:
     """Keep uniform values, scaled so that `trunc_normal_` ends with the requested standard deviation."""
-    x.detach().mul_(math.sqrt(1.5))
+    x.mul_(math.sqrt(1.5))
 
 
 def _tile(x: Tensor, pool: Tensor) -> None:
-    flat = x.detach().view(-1)
-    whole = flat.numel() // pool.numel() * pool.numel()
-    flat[:whole].view(-1, pool.numel()).copy_(pool.expand(whole // pool.numel(), -1))
-    flat[whole:].copy_(pool[: flat.numel() - whole])
+    for part in x.split(len(pool)):
+        part.copy_(pool[: len(part)])
 
 
 @lru_cache(1)

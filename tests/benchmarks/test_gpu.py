@@ -31,7 +31,7 @@ def test_the_page_has_the_output_of_each_step(tmp_path: Path) -> None:
     assert gpu.run(steps, tmp_path, "a machine") == 1
     assert (tmp_path / "numbers.json").read_text() == "1"
     page = (tmp_path / "README.md").read_text()
-    for text in ("a machine", "| writes | passed |", "| fails | failed (exit status 3) |", "\nfast\n", "\nslow\n"):
+    for text in ("a machine", "## writes: passed, ", "## fails: failed (exit status 3), ", "\nfast\n", "\nslow\n"):
         assert text in page
 
 

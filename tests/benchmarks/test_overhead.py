@@ -5,13 +5,14 @@ No test depends on a clock.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
-import io
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,6 @@ from torch import nn
 from hookdrop import Dropout, LateSchedule, inject, plan
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.injection.verbs import place
-from hookdrop.utils import select as layers
 from tests.support.models import Small
 
 pytest.importorskip("timm")
@@ -29,8 +29,8 @@ pytest.importorskip("torchvision")
 pytest.importorskip("rich")
 pytest.importorskip("resource")
 import overhead
-from hook_costs import parts, rows, toy_models
-from hook_costs.rows import Estimate, added, milliseconds, ratio
+from overhead import Row
+from terminal import make_console
 from timing import Samples
 
 MAX_CALLS = 20
@@ -65,62 +65,29 @@ def measure_calls(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict
         gc.enable()
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """The output and the results of a smoke test."""
-    out = tmp_path_factory.mktemp("overhead")
-    with redirect_stdout(io.StringIO()) as printed:
-        assert overhead.main(["--quick", "--threads", "1", "--out", str(out)]) == 0
-    return printed.getvalue(), json.loads((out / "results.json").read_text())
+OPTIONS = argparse.Namespace(quick=True, rounds=1, device="cpu")
 
 
-class TestScript:
-    def test_prints_machine_and_settings(self, quick: tuple[str, dict[str, Any]]) -> None:
-        text, results = quick
-        assert results["machine"]["cpu"] in text
-        assert results["machine"]["threads"] == 1
-        assert results["settings"]["rounds"] == overhead.QUICK_ROUNDS
-        assert "the verdicts are not reliable" in text
-
-    def test_every_part_is_printed_and_written(self, quick: tuple[str, dict[str, Any]]) -> None:
-        text, results = quick
-        assert list(results) == ["machine", "settings", *parts.PARTS]
-        for name, (title, _, _) in parts.PARTS.items():
-            assert title in text
-            for label, row in results[name]["rows"].items():
-                assert label in text
-                assert row["low"] <= row["median"] <= row["high"]
-                assert row["verdict"] == Estimate(row["low"], row["median"], row["high"]).verdict(row["must"])
-                assert 1 <= len(row["values"]) <= overhead.QUICK_ROUNDS
-
-    @pytest.mark.parametrize(
-        ("part", "start", "must", "rows"),
-        [
-            ("forward", "torchvision, ", 1.005, 1),
-            ("forward", "timm, ", 1.005, 1),
-            ("call", "hookdrop, ", 2.0, 4),
-            ("place", "inject, ", 150.0, 4),
-            ("plan", "plan, ", 10.0, 10),
-            ("step", "step, ", 2.5, 2),
-            ("step", "seek, ", 2.5, 2),
-            ("step", "follow, ", 2.5, 2),
-        ],
-    )
-    def test_requirements_have_the_documented_values(
-        self, quick: tuple[str, dict[str, Any]], part: str, start: str, must: float, rows: int
-    ) -> None:
-        found = {label: row["must"] for label, row in quick[1][part]["rows"].items() if label.startswith(start)}
-        assert list(found.values()).count(must) == rows
-        assert set(found.values()) <= {must, None}
-
-    def test_piped_output_is_not_truncated(self, quick: tuple[str, dict[str, Any]]) -> None:
-        assert "…" not in quick[0]
-        assert "\x1b" not in quick[0]
-
-    @pytest.mark.parametrize("wrong", [["--rounds", "0"], ["--threads", "0"], ["--part", "all of it"]])
-    def test_invalid_options_are_rejected(self, wrong: list[str]) -> None:
-        with pytest.raises(SystemExit):
-            overhead.parse_options(wrong)
+def test_every_part_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert overhead.main(["--quick", "--threads", "1", "--json", str(tmp_path / "all.json")]) == 0
+    text, results = capsys.readouterr().out, json.loads((tmp_path / "all.json").read_text())
+    assert list(results) == ["machine", "settings", *overhead.PARTS]
+    assert results["machine"]["cpu"] in text
+    assert results["settings"]["rounds"] == 3
+    assert "the verdicts are not reliable" in text
+    assert "…" not in text
+    assert "\x1b" not in text
+    bounds = Counter()
+    for part, (title, _, _) in overhead.ROWS.items():
+        assert title in text
+        for label, row in results[part]["rows"].items():
+            assert label in text
+            assert row["low"] <= row["median"] <= row["high"]
+            bounds[part, row["must"]] += 1
+    required = {key: count for key, count in bounds.items() if key[1] is not None}
+    assert required == {
+        ("forward", 1.005): 2, ("call", 2.0): 4, ("sites", 150.0): 1, ("plan", 10.0): 10, ("step", 2.5): 3
+    }  # fmt: skip
 
 
 def run_without_timing(monkeypatch: pytest.MonkeyPatch, seen: list[str]) -> dict[str, list[str]]:
@@ -135,14 +102,14 @@ def run_without_timing(monkeypatch: pytest.MonkeyPatch, seen: list[str]) -> dict
             found[name] = sorted(set(seen))
         return {name: Samples({0: 1.0}, {0: 0.0}, {0: 0.0}) for name in jobs}
 
-    monkeypatch.setattr(parts, "measure", run_once)
+    monkeypatch.setattr(overhead, "measure", run_once)
     return found
 
 
 class TestComparedModels:
     def test_twins_share_parameters_and_differ_only_in_hooks(self) -> None:
         clean = Small().eval()
-        other = toy_models.twin(clean)
+        other = overhead.twin(clean)
         assert all(a is b for a, b in zip(clean.parameters(), other.parameters(), strict=True))
         assert all(a is b for a, b in zip(clean.buffers(), other.buffers(), strict=True))
         assert not {id(m) for m in clean.modules()} & {id(m) for m in other.modules()}
@@ -159,27 +126,26 @@ class TestComparedModels:
 
         monkeypatch.setattr(SiteHook, "__call__", recorded)
         found = run_without_timing(monkeypatch, hooked)
-        for library, make in list(parts.MODELS.items()):
-            monkeypatch.setattr(parts, "MODELS", {library: make})
-            parts.forward(overhead.parse_options(["--quick"]), overhead.make_console())
+        for library, make in list(overhead.MODELS.items()):
+            monkeypatch.setattr(overhead, "MODELS", {library: make})
+            overhead.forward(OPTIONS, make_console())
             assert {name: len(sites) for name, sites in found.items()} == {
                 "clean": 0, "hooked": 16, "empty hooks": 0, "copy": 0
             }, library  # fmt: skip
 
     def test_a_slower_hook_increases_the_measured_cost(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(parts, "measure", measure_calls)
-        monkeypatch.setattr(parts, "CALLS", 7)
-        options, console = overhead.parse_options(["--quick"]), overhead.make_console()
-        before = parts.call(options, console)
+        monkeypatch.setattr(overhead, "measure", measure_calls)
+        monkeypatch.setattr(overhead, "CALLS", 7)
+        before = overhead.call(OPTIONS, make_console())
         call = SiteHook.__call__
 
         def slow(hook: SiteHook, *given: Any) -> object:
-            toy_models.empty()
-            toy_models.empty()
+            overhead.empty()
+            overhead.empty()
             return call(hook, *given)
 
         monkeypatch.setattr(SiteHook, "__call__", slow)
-        after = parts.call(options, console)
+        after = overhead.call(OPTIONS, make_console())
         assert before["another module without a hook"].values == [0.0]
         assert before["an empty function as hook"].values[0] >= 1.0
         for name, row in before.items():
@@ -196,13 +162,12 @@ class TestComparedModels:
 
         monkeypatch.setattr(SiteHook, "set_rate", recorded)
         found = run_without_timing(monkeypatch, sites)
-        monkeypatch.setattr(parts, "STEP_SITES", 3)
-        parts.step(overhead.parse_options(["--quick"]), overhead.make_console())
-        kinds = [f"{kind}, {title}" for title in ("DropBlock", "Dropout") for kind in ("step", "seek", "follow")]
-        assert found == {"optimizer": [], **{kind: ["0", "1", "2"] for kind in kinds}}
+        monkeypatch.setattr(overhead, "STEP_SITES", 3)
+        overhead.step(OPTIONS, make_console())
+        assert found == {"optimizer": [], **{kind: ["0", "1", "2"] for kind in ("step", "seek", "follow")}}
 
 
-class TestEstimates:
+class TestRows:
     @pytest.mark.parametrize(
         ("low", "high", "must", "verdict"),
         [
@@ -214,32 +179,21 @@ class TestEstimates:
         ],
     )
     def test_verdict_depends_on_the_interval(self, low: float, high: float, must: float | None, verdict: str) -> None:
-        assert Estimate(low, (low + high) / 2, high).verdict(must) == verdict
+        assert overhead.judge(low, high, must) == verdict
 
     def test_interval_covers_the_median_in_95_percent_of_samples(self) -> None:
         samples = torch.randn(200, 40).exp().tolist()
-        inside = sum(found.low <= 1.0 <= found.high for found in map(Estimate.of, samples))
+        inside = sum(found["low"] <= 1.0 <= found["high"] for found in (Row(values).numbers() for values in samples))
         assert 180 <= inside <= 199
-
-    def test_estimate_of_one_value(self) -> None:
-        assert Estimate.of([2.0]) == (2.0, 2.0, 2.0)
-        assert Estimate.of([2.0]).text(1) == "2.0 [2.0, 2.0]"
 
     def test_only_rounds_with_both_jobs_are_compared(self) -> None:
         samples = {"a": Samples({0: 2.0, 3: 9.0}), "b": Samples({0: 1.0, 1: 100.0, 3: 3.0})}
-        assert ratio(samples, "a", "b", 1.5) == ([2.0, 3.0], 1.5)
-        assert added(samples, "a", "b", 10.0) == ([10.0, 60.0], None)
-
-    def test_first_word_of_a_name_selects_the_bound(self) -> None:
-        rows = milliseconds({"plan, x": Samples({0: 0.5}), "planned": Samples({0: 0.25})}, {"plan": 7.0})
-        assert rows == {"plan, x": ([500.0], 7.0), "planned": ([250.0], None)}
+        assert overhead._ratio(samples, "a", "b", 1.5) == ([2.0, 3.0], 1.5)
+        assert overhead._added(samples, "a", "b", 10.0, None) == ([10.0, 60.0], None)
 
     def test_a_slower_forward_misses_the_bound(self) -> None:
-        clean = {turn: 1.0 + turn % 3 for turn in range(50)}
-        samples = {"clean": Samples(clean)}
         for factor, verdict in ((1.001, "met"), (1.01, "missed")):
-            samples["hooked"] = Samples({turn: factor * seconds for turn, seconds in clean.items()})
-            assert ratio(samples, "hooked", "clean", rows.FORWARD_MAX).numbers()["verdict"] == verdict
+            assert Row([factor] * 50, overhead.FORWARD_MAX).numbers()["verdict"] == verdict
 
 
 class TestHookOverhead:
@@ -293,16 +247,3 @@ class TestHookOverhead:
         placed = [hook.regularizer for hook in hooks]
         assert len({id(regularizer) for regularizer in (*planned, *placed)}) == len(entries) + 5
         assert [hook.p for hook in hooks] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
-
-    def test_plan_walks_the_model_once_for_all_excludes(self, monkeypatch: pytest.MonkeyPatch, model: Small) -> None:
-        walked = []
-        named_layers = layers.named_layers
-        monkeypatch.setattr(layers, "named_layers", lambda model: walked.append(model) or named_layers(model))
-        drafted = plan(model, Dropout(0.1), layers="layer?.*", exclude=["layer1.0", "layer1.1", "layer1", "fc"])
-        assert [site.name for site in drafted.sites] == ["layer2.0", "layer2.1"]
-        assert len(drafted.warnings) == 2
-        assert len(walked) == 1
-
-    def test_exclude_accepts_a_generator(self, model: Small) -> None:
-        drafted = plan(model, Dropout(0.1), layers="layer?.*", exclude=(name for name in ["layer1.0", "fc"]))
-        assert [text.split(" matches")[0] for text in drafted.warnings] == ["exclude 'fc'"]

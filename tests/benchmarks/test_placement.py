@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
 pytest.importorskip("timm")
+pytest.importorskip("pebble")
+pytest.importorskip("resource")
 
-from tests.support.programs import ROOT, load
+import placement
+from tests.support.programs import ROOT
 
-FOUND = json.loads((ROOT / "benchmarks" / "results" / "placement.json").read_text())["found"]
-
-
-@pytest.fixture(scope="module")
-def placement() -> Any:
-    return load(ROOT / "benchmarks" / "placement.py")
-
-
-@pytest.mark.parametrize(
-    "name", ["resnet18", "efficientnet_lite0", "regnetz_005", "cait_xxs24_224", "vgg11", "ese_vovnet19b_dw"]
-)
-def test_results_match_the_committed_file(placement: Any, name: str) -> None:
-    assert {"stochastic_depth": placement.depth(name), "timm_dropblock": placement.dropblock(name)} == FOUND[name]
+RECORDS = json.loads((ROOT / "benchmarks" / "results" / "placement.json").read_text())["models"]
+FOUND = {record["name"]: record for record in RECORDS}
 
 
-def test_different_rates_are_reported(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_lite0", "vgg11", "ese_vovnet19b_dw"])
+def test_results_match_the_committed_file(name: str) -> None:
+    assert {"name": name, **placement.compare(name)} == FOUND[name]
+
+
+def test_different_rates_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "SCALES", {"i / n": placement.SCALES["i / n"]})
     assert placement.depth("convnext_atto").startswith("places equal: the rate of stages.")
 

@@ -20,11 +20,6 @@ def test_figures_stay_within_their_limits() -> None:
     assert figures["lines of guards/"] <= 700
 
 
-def test_conditions_of_errors_and_warnings_are_counted() -> None:
-    text = "if x:\n    y = 1\n    raise ValueError(\n        y\n    )\nz = 2\nwarn(z)\ndef check(x):\n    pass\n"
-    assert structure.checking_lines(text) == 8
-
-
 def test_structure_prints_a_table() -> None:
     done = subprocess.run([sys.executable, structure.__file__], capture_output=True, text=True, check=True)
     assert "lines of the package" in done.stdout

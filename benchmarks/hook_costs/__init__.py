@@ -1,1 +1,0 @@
-"""The overhead of idle hooks; the command is `overhead.py`."""
