@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comparison.analysis.schema import Spread
-from comparison.engines.folder import replace_text
+from comparison.engines.store import replace_file
 from comparison.run.run_setup import RunSetup, at_final_rate
 from comparison.run.training import batch_of, step
 from comparison.spec.run_spec import Run
@@ -41,7 +41,7 @@ def measure(entries: Sequence[Entry], seconds: float, path: Path) -> dict[tuple[
             cache[key] = {
                 name: [part.model_dump() for part in parts] for name, parts in measure_cell(runs, seconds).items()
             }
-            replace_text(path, json.dumps(cache))
+            replace_file(path, json.dumps(cache).encode())
         for name, (time_ratio, memory_ratio) in cache[key].items():
             found[cell, name] = Spread(**time_ratio), Spread(**memory_ratio)
     return found

@@ -156,8 +156,6 @@ def _measurements(ident: str, cell: Cell) -> Iterable[Section]:
         "Over all seeds. On the diagonal, the accuracy equals the confidence.",
         pictures=[figures.calibration(arms, f"{ident}-calibration")],
     )
-    note = "Dropped elements (filled) in one feature map of one sample."
-    yield Section("Masks", note, pictures=[figures.masks(arms, f"{ident}-masks")])
     cost = pd.DataFrame(
         {"Arm": arm.name, "Time / none [quartiles]": _spread(arm.time), "Memory / none": _spread(arm.memory)}
         for arm in arms
