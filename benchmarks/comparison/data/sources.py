@@ -64,7 +64,7 @@ def stored(
     side = side or own
     fit = v2.Identity() if side == own else v2.Resize([side, side], antialias=True)
     augment = None if augmentation == "none" else v2.Compose([fit, *_moved(augmentation, side, fill)])
-    return Source(x_NCHW.__getitem__, (channels, side, side), fit, augment, **statistics)
+    return Source(_Stored(x_NCHW), (channels, side, side), fit, augment, **statistics)
 
 
 def files(paths: tuple[str, ...], side: int, augmentation: Augmentation) -> Source:
@@ -78,7 +78,7 @@ def files(paths: tuple[str, ...], side: int, augmentation: Augmentation) -> Sour
         "shift": v2.Compose([fit, *_moved("shift", side, 0)]),
         "crop-flip": v2.Compose([v2.RandomResizedCrop(side), v2.RandomHorizontalFlip()]),
     }[augmentation]
-    return Source(_Reader(paths), (3, side, side), fit, augment, IMAGENET)
+    return Source(_Files(paths), (3, side, side), fit, augment, IMAGENET)
 
 
 def _moved(augmentation: Augmentation, side: int, fill: float) -> list[v2.Transform]:
@@ -88,8 +88,16 @@ def _moved(augmentation: Augmentation, side: int, fill: float) -> list[v2.Transf
     return [v2.RandomCrop(side, padding=max(1, side // 8), fill=fill), v2.RandomHorizontalFlip()]
 
 
+@dataclass(frozen=True, eq=False)
+class _Stored:
+    x_NCHW: Tensor
+
+    def __call__(self, index: int) -> Tensor:
+        return self.x_NCHW[index]
+
+
 @dataclass(frozen=True)
-class _Reader:
+class _Files:
     paths: tuple[str, ...]
 
     def __call__(self, index: int) -> Tensor:

@@ -97,12 +97,6 @@ class TestMetrics:
 
     def test_invalid_logits_raise(self) -> None:
         logits, labels = made_scores(8, images=4)
-        with pytest.raises(ValueError, match=r"got \(4, 7\) and \(3,\)"):
-            metrics.score(logits, labels[:3])
-        with pytest.raises(ValueError, match=r"labels must be in \[0, 6\], got 7 to 7"):
-            metrics.score(logits, torch.full((4,), 7))
-        with pytest.raises(ValueError, match="N >= 1"):
-            metrics.score(logits[:0], labels[:0])
         logits[2, 1] = torch.nan
         with pytest.raises(FloatingPointError, match="logits of 1 of 4 images are not finite"):
             metrics.score(logits, labels)

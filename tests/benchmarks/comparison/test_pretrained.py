@@ -14,7 +14,6 @@ pytest.importorskip("timm")
 pytest.importorskip("torchvision")
 pytest.importorskip("sklearn")
 pytest.importorskip("pydantic")
-pytest.importorskip("optuna")
 import timm
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
@@ -108,7 +107,7 @@ class TestLinearProbe:
 
     def test_it_starts_from_the_weights_and_batches_of_none(self, tmp_path: Path) -> None:
         none = RUN.model_copy(update={"arm": Arm(name="none", kind="none")})
-        probe, other = (execute(run, lambda *_: None, tmp_path).outcome for run in (RUN, none))
+        probe, other = (execute(run, tmp_path).outcome for run in (RUN, none))
         assert probe is not None
         assert other is not None
         assert (probe["weights_before"], probe["batches"]) == (other["weights_before"], other["batches"])
@@ -119,7 +118,7 @@ class TestLinearProbe:
 
 
 class TestModelArguments:
-    PEER = Arm(name="peer", kind="peer", call="timm.drop_path_rate()", p=0.4, schedule="none")
+    PEER = Arm(name="peer", kind="peer", call="timm.drop_path_rate(p=0.4)", p=0.4, schedule="none")
 
     def test_timms_argument_drops_where_the_recipe_does(self) -> None:
         """`stochastic_depth` is placed where `drop_path_rate` puts DropPath.
@@ -127,7 +126,7 @@ class TestModelArguments:
         The rates of both are proportional to the index of the block. timm's EfficientNet divides it by the number of
         blocks, 16; most other models of timm, and the recipe, divide it by the index of the last block.
         """
-        recipe = Arm(name="recipe", kind="recipe", call="stochastic_depth()", p=0.4, schedule="none")
+        recipe = Arm(name="recipe", kind="recipe", call="stochastic_depth(p=0.4)", p=0.4, schedule="none")
         model = Model(name=f"timm:{NAME}")
         peer, ours = (at_final_rate(RUN.model_copy(update={"arm": arm, "model": model})) for arm in (self.PEER, recipe))
         assert ours.drop is not None

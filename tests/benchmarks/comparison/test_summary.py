@@ -32,13 +32,13 @@ IMAGES = 400
 NONE = Arm(name="none", kind="none")
 
 
-A = Arm(name="DropBlock", call="DropBlock(block_size=3)", p=0.1, layers=("layer1.*",))
+A = Arm(name="DropBlock", call="DropBlock(p=0.1, block_size=3)", p=0.1, layers=("layer1.*",))
 
 
-B = Arm(name="DropPath", call="DropPath()", p=0.1, layers=("layer2.*",))
+B = Arm(name="DropPath", call="DropPath(p=0.1)", p=0.1, layers=("layer2.*",))
 
 
-AA = Arm(name="DropBlock (p = 0)", call="DropBlock(block_size=3)", p=0.0, layers=("layer1.*",))
+AA = Arm(name="DropBlock (p = 0)", call="DropBlock(p=0.1, block_size=3)", p=0.0, layers=("layer1.*",))
 
 
 OTHER = Arm(name="none (other seeds)", kind="none")
@@ -61,7 +61,7 @@ def record_of(run: Run, shift: float = 0.0, **changed: Any) -> Record:
     nll = np.where(correct, 0.1, 2.0).astype(np.float32)
     active = run.arm.p is not None and run.arm.p > 0
     outcome = Outcome(
-        call=run.arm.call and run.arm.call.replace(")", f", p={run.arm.p})"),
+        call=run.arm.call,
         sites=2 if run.arm.call else 0,
         flags=["a block covers its map"] if run.arm.name == "DropBlock" else [],
         weights_before=f"before {run.seed}",
@@ -77,7 +77,6 @@ def record_of(run: Run, shift: float = 0.0, **changed: Any) -> Record:
         dropped=0.1 + 0.001 * run.seed if active else None,
         realised=[{"name": "layer1.0", "asked": 0.1, "dropped": 0.1 + 0.01 * run.seed}] if active else [],
         changes=[] if run.arm.call else None,
-        mask={"site": "layer1.0", "rows": [[1, 0]]} if active else None,
         accuracy=100 * float(correct.mean()),
         nll=float(nll.mean()),
         ece=metrics.ece(confidence, correct),
@@ -220,7 +219,7 @@ class TestSummary:
         interval = ttest_1samp(dropped, 0).confidence_interval(0.95)
         assert block.dropped == pytest.approx(np.mean(dropped))
         assert block.dropped_half == pytest.approx((interval.high - interval.low) / 2)
-        assert (block.call, block.sites, block.layers) == ("DropBlock(block_size=3, p=0.1)", 2, ["layer1.*"])
+        assert (block.call, block.sites, block.layers) == ("DropBlock(p=0.1, block_size=3)", 2, ["layer1.*"])
         assert (block.asked, block.rate_at_end, block.ramp_end) == (pytest.approx(0.1), pytest.approx(0.1), 17)
         assert block.realised[0].dropped == pytest.approx(0.135)
         assert block.flags == ["a block covers its map"]
@@ -232,8 +231,6 @@ class TestSummary:
         assert sum(b.count for b in block.calibration) == 8 * IMAGES
         assert block.time == Spread(low=1.0, median=1.25, high=1.5)
         assert block.memory is None
-        assert block.mask
-        assert block.mask.rows == [[1, 0]]
 
     def test_ramp_end_is_none_if_one_run_did_not_reach_it(self, made: Made) -> None:
         made.change("DropBlock", 2, ramp_end=None)
