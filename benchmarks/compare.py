@@ -66,7 +66,7 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
     with Folder(args.out) as folder:
         if args.dry_run:
             jobs = estimate.batches(study, folder.store)
-            console.print(estimate.table(jobs, args.workers))
+            console.print(estimate.table(jobs))
             compared = sum(arm.kind not in ("none", "probe") for arm in study.arms)
             say(console, estimate.outlook(jobs, args.workers, config.seeds, compared))
             say(console, "Dry run: nothing was trained.")

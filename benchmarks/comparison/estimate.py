@@ -1,8 +1,7 @@
-"""Estimate the number of runs and the duration of a comparison for different numbers of workers."""
+"""Estimate the number of runs, the duration of a comparison, and the differences that it can show."""
 
 from __future__ import annotations
 
-import heapq
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,7 +23,6 @@ from comparison.spec.study import Study
 TIMED_STEPS = 3
 START_SECONDS = 8.0
 """Start-up time of a worker (imports), in seconds, as measured on two cores."""
-WORKERS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -60,42 +58,32 @@ def batches(study: Study, store: Store) -> list[Batch]:
 
     tuning = [run for search in study.searches().values() for run in search.runs()]
     finals = [run for entry in study.entries({}) for run in entry.runs.values()]
-    timing = Batch("timing", [study.config.timing + START_SECONDS] if study.config.timing else [])
+    timing = Batch("timing", [study.config.timing] if study.config.timing else [])
     return [*([batch("tuning", tuning)] if tuning else []), batch("final runs", finals), timing]
 
 
-def makespan(jobs: Sequence[Batch], workers: int) -> tuple[float, float]:
-    """The total duration in seconds, and the fraction of worker time spent on training."""
-    total = 0.0
-    for batch in jobs:
-        # Each batch starts new worker processes.
-        ends = [START_SECONDS if batch.seconds else 0.0] * workers
-        for seconds in batch.seconds:
-            heapq.heapreplace(ends, ends[0] + seconds)
-        total += max(ends)
-    return total, sum(sum(batch.seconds) for batch in jobs) / (workers * total) if total else 0.0
+def duration(jobs: Sequence[Batch], workers: int) -> float:
+    """The approximate duration in seconds; a batch starts workers, and lasts as long as its longest run or longer."""
+    return sum(
+        START_SECONDS + max(*batch.seconds, sum(batch.seconds) / workers, 0.0) for batch in jobs if batch.seconds
+    )
 
 
-def table(jobs: Sequence[Batch], workers: int) -> Table:
-    """The missing runs, and the estimated duration with `workers` and other numbers of workers."""
+def table(jobs: Sequence[Batch]) -> Table:
+    """The missing runs and their estimated durations."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for column in ("", "runs to train", "in the store", "seconds each", "total seconds"):
         shown.add_column(column, justify="left" if not column else "right")
     for batch in jobs:
         each = f"{statistics.fmean(batch.seconds):.1f}" if batch.seconds else "-"
         shown.add_row(batch.title, str(len(batch.seconds)), str(batch.done), each, f"{sum(batch.seconds):.0f}")
-    shown.add_section()
-    for count in sorted({workers, *WORKERS}):
-        seconds, busy = makespan(jobs, count)
-        mark = " (--workers)" if count == workers else ""
-        shown.add_row(f"{count} workers{mark}", "", "", f"{100 * busy:.0f} % busy", f"{seconds:.0f}")
     return shown
 
 
 def outlook(jobs: Sequence[Batch], workers: int, pairs: int, arms: int) -> str:
     """How many runs are missing, how long they take, and which differences this number of pairs can show."""
     runs = sum(len(batch.seconds) for batch in jobs if batch.title != "timing")
-    minutes, smallest = makespan(jobs, workers)[0] / 60, min(1.0, arms * smallest_p(pairs))
+    minutes, smallest = duration(jobs, workers) / 60, min(1.0, arms * smallest_p(pairs))
     found = (
         f"{plural(runs, 'run')} to train, about {minutes:.0f} minutes with {plural(workers, 'worker')}.\n"
         f"{plural(pairs, 'pair')} detect differences of {detectable(pairs):.2g} standard deviations of the paired "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ import torch
 
 from comparison.data import cifar, digits, emoji, image_folder, synthetic
 from comparison.data.task import DataError, Task
+from comparison.spec.errors import suggest
 from comparison.spec.run_spec import Data
 
 FOLDER = "imagefolder"
@@ -21,7 +21,6 @@ _LOADERS: dict[str, Callable[[Data], Task]] = {
     "cifar100": cifar.load,
     "emoji": emoji.load,
 }
-NAMES = (*_LOADERS, f"{FOLDER}:PATH")
 
 
 def load(data: Data) -> Task:
@@ -73,9 +72,4 @@ def _load(data: Data) -> Task:
         raise DataError(f"{data.name!r} has no path.", f"use {FOLDER}:PATH")
     if data.name in _LOADERS:
         return _LOADERS[data.name](data)
-    near = [NAMES[[*_LOADERS, FOLDER].index(name)] for name in difflib.get_close_matches(kind, [*_LOADERS, FOLDER])]
-    raise DataError(
-        f"no dataset is named {data.name!r}.",
-        *([f"did you mean: {', '.join(map(repr, near))}"] if near else []),
-        f"available:    {', '.join(NAMES)}",
-    )
+    raise DataError(f"no dataset is named {data.name!r}.", *suggest(kind, [*_LOADERS, FOLDER]).strip().splitlines())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Self
 
 from filelock import FileLock, Timeout
@@ -87,24 +88,13 @@ class Folder:
 
 
 def _config_changed(path: Path, changed: list[str], requested: dict[str, Any], stored: dict[str, Any]) -> str:
-    shown = "\n".join(f"  {name}: {_difference(stored.get(name), requested[name])}" for name in changed)
+    shown = "\n".join(
+        f"  {name}: stored {shorten(json.dumps(stored.get(name)), 200)}, "
+        f"requested {shorten(json.dumps(requested[name]), 200)}"
+        for name in changed
+    )
     return (
         f"{path} holds another comparison; its configuration was fixed before the first run:\n{shown}\n"
         "  use another folder:                   --out runs/other\n"
         "  amend it (shown in the report):       --amend 'the reason'\nNothing was trained."
     )
-
-
-def _difference(stored: Any, requested: Any) -> str:
-    if not (isinstance(stored, list) and isinstance(requested, list)):
-        return f"stored {_shortened(stored)}, requested {_shortened(requested)}"
-    removed = [f"removed {_shortened(one)}" for one in stored if one not in requested]
-    added = [f"added {_shortened(one)}" for one in requested if one not in stored]
-    return ", ".join([*removed, *added]) or "reordered"
-
-
-def _shortened(value: Any) -> str:
-    if isinstance(value, dict):
-        value = {name: part for name, part in value.items() if part is not None}
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
+import pickle
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,6 @@ from comparison.run.run_setup import RunSetup
 
 SECONDS = 20.0
 """Minimum time between checkpoints."""
-DIGEST = hashlib.sha256().digest_size
 
 
 class Checkpoint:
@@ -46,10 +44,8 @@ class Checkpoint:
             "cuda_rng": torch.cuda.get_rng_state(setup.device) if setup.device.type == "cuda" else None,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        content = io.BytesIO()
-        torch.save(state, content)
         partial = self._path.with_suffix(".partial")
-        partial.write_bytes(hashlib.sha256(content.getbuffer()).digest() + content.getbuffer())
+        torch.save(state, partial)
         os.replace(partial, self._path)
         self._last = time.monotonic()
 
@@ -72,12 +68,9 @@ class Checkpoint:
     def _read(self) -> dict[str, Any] | None:
         """The state; None if the file is missing or corrupted, which restarts the run."""
         try:
-            content = self._path.read_bytes()
-        except FileNotFoundError:
+            state: dict[str, Any] = torch.load(self._path, weights_only=True, map_location="cpu")
+        except (FileNotFoundError, RuntimeError, EOFError, pickle.UnpicklingError):
             return None
-        if hashlib.sha256(content[DIGEST:]).digest() != content[:DIGEST]:
-            return None
-        state: dict[str, Any] = torch.load(io.BytesIO(content[DIGEST:]), weights_only=True, map_location="cpu")
         return state
 
 

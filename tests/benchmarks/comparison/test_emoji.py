@@ -145,8 +145,8 @@ class TestFetch:
     @pytest.mark.parametrize(
         ("error", "said"),
         [
-            (FileNotFoundError(2, "No such file", "npm"), "npm is not installed"),
-            (subprocess.CalledProcessError(1, "npm", stderr="ENOTFOUND registry"), "npm failed: ENOTFOUND registry"),
+            (FileNotFoundError(2, "No such file", "npm"), "npm'"),
+            (subprocess.CalledProcessError(1, "npm", stderr="ENOTFOUND registry"), ": ENOTFOUND registry."),
             (OSError(28, "No space left on device"), "No space left on device"),
         ],
         ids=["without npm", "without a network", "full disk"],

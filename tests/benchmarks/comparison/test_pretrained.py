@@ -52,14 +52,11 @@ class TestPackage:
         assert different == {"classifier.weight", "classifier.bias"}
 
     def test_tensors_of_another_shape_are_named(self) -> None:
-        with pytest.raises(
-            ConfigError,
-            match=r"1 tensors .* do not fit .* 'conv_stem.weight': \(32, 3, 3, 3\) in the package, \(32, 1, 3, 3\) in the model",
-        ):
+        with pytest.raises(ConfigError, match=r"do not fit .*: 296 tensors for 296, other shapes: conv_stem.weight"):
             models.build(Model(name=NAME, pretrained="package"), 9, 1)
 
     def test_a_model_with_more_tensors_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="has 296 tensors, but"):
+        with pytest.raises(ConfigError, match=r"do not fit .*: 296 tensors for \d+"):
             pretrained.load_from_package(timm.create_model("efficientnet_b0"), NAME, 9)
 
 
@@ -80,7 +77,7 @@ class TestErrors:
 
     def test_another_version_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pretrained, "distribution", lambda _: SimpleNamespace(version="0.2.0"))
-        with pytest.raises(ConfigError, match=r"has version 0.2.0; only 0.1.0 was checked"):
+        with pytest.raises(ConfigError, match=r"has version 0.2.0.\n  install it: "):
             build()
 
 

@@ -392,14 +392,20 @@ class TestControls:
         assert (controls.unchanged, controls.hooked) == (24, 24)
         assert controls.none_none
         assert controls.none_none["accuracy"].seeds == list(range(8))
-        assert "weights and outputs are bit-identical to none (8 seeds)" in said(made.cell(), "Control: with p = 0")
+        words = [sentence for sentence in made.cell().words if sentence.startswith("Control: ")]
+        assert [sentence.partition("? ")[2] for sentence in words] == [
+            "yes (8 of 8 seeds).",
+            "yes.",
+            "yes.",
+            "yes (24 of 24 runs).",
+        ]
 
     @pytest.mark.parametrize("what", ["weights_after", "outputs"])
     def test_aa_control_detects_a_change(self, made: Made, what: str) -> None:
         made.change("DropBlock (p = 0)", 4, **{what: "others"})
         cell = made.cell()
         assert (cell.controls.aa_equal, cell.controls.aa_seeds) == (7, 8)
-        assert "differ from none in 1 of 8 seeds" in said(cell, "Warning: with p = 0")
+        assert said(cell, "Warning: Is the arm with p = 0").endswith("? no (7 of 8 seeds).")
 
     def test_aa_control_uses_only_seeds_that_both_finished(self, made: Made) -> None:
         made.fail("DropBlock (p = 0)", 0)
@@ -410,28 +416,24 @@ class TestControls:
         made.change("DropPath", 0, changes=["eval output with hooks hidden"])
         cell = made.cell()
         assert cell.controls.unchanged == 23
-        assert "in 1 of 24 runs with hooks" in said(cell, "Warning: in 1")
+        assert said(cell, "Warning: Were state_dict").endswith("? no (23 of 24 runs).")
 
     def test_other_seeds_control_is_not_a_mismatch_and_reports_its_interval(self, made: Made) -> None:
         cell = made.cell()
         assert arm_of(cell, "none (other seeds)").set_aside == {}
-        assert said(cell, "Control: none with other seeds").endswith(
-            "the intervals of accuracy, NLL and ECE cover 0, as expected for 19 of 20."
-        )
         for seed in range(8):
             none, other = made.record("none", seed).outcome, made.record("none (other seeds)", seed)
             assert none
             made.change("none (other seeds)", seed, accuracy=none["accuracy"] + 5 + seed / 10)
             made.records[other.key] = replace(made.records[other.key], images=made.record("none", seed).images)
-        sentence = said(made.cell(), "Control: none with other seeds")
-        assert "only the seeds differ, but 0 is outside the interval of accuracy (+5.35 [" in sentence
+        sentence = said(made.cell(), "Warning: Is the difference between none with other seeds")
+        assert "0 is outside the 95 % interval of accuracy +5.35 [" in sentence
 
     def test_missing_controls_are_reported(self, made: Made) -> None:
         made.entries = [entry for entry in made.entries if not entry.control]
         cell = made.cell()
         assert (cell.controls.aa_seeds, cell.controls.none_none) == (0, None)
-        assert said(cell, "The A/A control is missing")
-        assert said(cell, "The control of chance is missing")
+        assert sum(sentence.endswith("? not measured.") for sentence in cell.words) == 2
 
 
 class TestText:
