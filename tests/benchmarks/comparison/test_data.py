@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import pickle
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from comparison.data.catalog import check, load
 from comparison.data.sources import stored
 from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data
-from comparison.spec.seeds import generator
 from tests.support.programs import ROOT
 
 STILL = ("digits", "digits-noisy", "synthetic-cue")
@@ -167,12 +165,6 @@ class TestSplit:
         assert not torch.equal(first.train, other.train)
         assert torch.equal(first.validation, other.validation)
         assert torch.equal(first.test, other.test)
-
-    def test_default_sizes(self) -> None:
-        task = made([52, 52])
-        split = task.split(None, None, 0)
-        assert len(split.validation) == 20
-        assert sorted(torch.cat(split[:2]).tolist()) == task.pool.tolist()
 
     @pytest.mark.parametrize(
         ("train", "validation", "says"),
@@ -317,15 +309,6 @@ class TestAugmentation:
         assert set(ones[:, 1].tolist()) == set(range(12, 21))
         assert set(ones[~mirrored][:, 2].tolist()) == set(range(6, 15))
 
-    def test_folder_crops_vary_in_size(self, tmp_path: Path) -> None:
-        write_images(tmp_path, {"a": 3, "b": 3}, size=(64, 64))
-        for path in tmp_path.glob("*/*.png"):
-            # Brightness increases with the row, so the range of a crop shows its height.
-            Image.fromarray(np.arange(64, dtype=np.uint8)[:, None].repeat(64, 1)).save(path)
-        crops = folder_task(tmp_path, augmentation="crop-flip").source.augmented(torch.arange(6), 0, 0)
-        heights = (crops[:, 0, -1, 0] - crops[:, 0, 0, 0]) * 0.229 * 255
-        assert heights.min() < 35 < 45 < heights.max()
-
 
 class TestBatches:
     @pytest.fixture
@@ -348,17 +331,6 @@ class TestBatches:
     ) -> None:
         train = task.split(images, None, 0).train
         assert [len(y) for _, _, y in loader(task, train, 16, 0, 0, task.labels_N[train])] == sizes
-
-    def test_order_depends_on_seed_and_epoch(self, task: Task) -> None:
-        train = task.split(40, None, 0).train
-
-        def order(seed: int, epoch: int) -> list[int]:
-            batches = loader(task, train, 10, seed, epoch, task.labels_N[train])
-            return torch.cat([indices for indices, _, _ in batches]).tolist()
-
-        assert order(0, 0) == train[torch.randperm(40, generator=generator(0, "order", 0))].tolist()
-        assert order(0, 0) == order(0, 0)
-        assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
 
 
 class TestDigits:
@@ -430,17 +402,6 @@ class TestSyntheticCue:
             power += (x_N1HW[..., rows, columns].flatten(1) @ waves.flatten(1).T).square()
         return float((power.argmax(1) == y_N).float().mean())
 
-    def test_glyphs_are_placed_uniformly(self, pool: synthetic.CueImages) -> None:
-        counts = Counter(map(tuple, (pool.place_N2 // 14).tolist()))
-        assert len(counts) == 4
-        # 1600 in four quarters; 60 is 3.5 standard deviations.
-        assert all(abs(count - 400) < 60 for count in counts.values())
-
-    def test_other_sizes(self) -> None:
-        assert load(Data(name="synthetic-cue", image_size=16)).shape == (1, 16, 16)
-        with pytest.raises(DataError, match="image_size=15 is too small for 'synthetic-cue'.\n  minimum: 16"):
-            load(Data(name="synthetic-cue", image_size=15))
-
     def test_crop_flip_is_rejected_because_it_changes_the_class(self) -> None:
         y_N = torch.arange(64) % 8
         waves = synthetic.gratings(32, torch.linspace(0, 6, 64), y_N)
@@ -464,12 +425,6 @@ class TestCifar:
         mean, std = (0.4914, 0.2470) if name == "cifar10" else (0.5071, 0.2673)
         red = (pixels.view(6, 3, 32, 32)[:, 0] / 255 - mean) / std
         assert torch.allclose(task.source.images(task.test)[:, 0], red, atol=1e-6)
-
-    def test_cifar_padding_is_black(self, write_cifar: Callable[[str], Path]) -> None:
-        task = load(Data(name="cifar10", root=str(write_cifar("cifar10")), augmentation="shift"))
-        black = (torch.zeros(3) - torch.tensor([0.4914, 0.4822, 0.4465])) / torch.tensor([0.2470, 0.2435, 0.2616])
-        edges = task.source.augmented(task.pool, 0, 0)[:, :, 0, 0]
-        assert (edges - black).abs().amax(1).lt(1e-5).sum() > 5
 
     def test_missing_files_without_a_network(self, write_cifar: Callable[[str], Path], tmp_path: Path) -> None:
         with pytest.raises(DataError) as error:

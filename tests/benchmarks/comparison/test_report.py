@@ -289,8 +289,3 @@ class TestBrowser:
     def test_long_names_do_not_widen_the_page(self, show: Show, small: schema.Summary) -> None:
         tab = show(render(with_names(small, LONG)), viewport={"width": 390, "height": 740})
         assert tab.evaluate("document.documentElement.scrollWidth") <= 390
-
-    def test_scripts_in_names_are_not_executed(self, show: Show, small: schema.Summary) -> None:
-        tab = show(render(with_names(small, HOSTILE)))
-        assert tab.evaluate("window.hacked") is None
-        assert tab.locator("h1").text_content() == HOSTILE
