@@ -54,13 +54,10 @@ def is_identity_at_0(arm: Arm) -> bool:
 
 def text_at_rate(arm: Arm) -> str:
     """The arm's call at its rate; empty for an arm without one."""
-    if not arm.call or arm.p is None:
+    if not arm.call or arm.p in (None, rate_of(made := read(arm.kind, arm.call))):
         return arm.call
-    made = read(arm.kind, arm.call)
-    if arm.kind != "peer":
-        return repr(at_rate(made, arm.p))
     # A module of another library has no text form.
-    return arm.call if rate_of(made) == arm.p else f"{arm.call} with {peers.rate_name(made)}={arm.p:g}"
+    return f"{arm.call} with {peers.rate_name(made)}={arm.p:g}" if arm.kind == "peer" else repr(at_rate(made, arm.p))
 
 
 def read(kind: str, text: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import timm.layers
@@ -14,7 +13,6 @@ from torch import nn
 
 import hookdrop
 from comparison.spec.errors import suggest
-from hookdrop.injection.text import read
 
 ELEMENTS = 200_000
 """Number of elements per site for measuring a fraction."""
@@ -23,12 +21,12 @@ PEERS: dict[str, Callable[..., Any]] = {}
 """By the names under which configurations call them."""
 
 
-@dataclass(frozen=True)
-class ModelArgument:
-    """An argument of timm's models that sets a rate."""
+class ModelArgument(nn.Identity):
+    """Stands for an argument of timm's models that sets a rate."""
 
-    name: str
-    p: float
+    def __init__(self, name: str, p: float) -> None:
+        super().__init__()
+        self.name, self.p = name, p
 
 
 def _peer(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -84,7 +82,9 @@ def read_peer(text: str) -> Any:
     name = text.partition("(")[0].strip()
     if name not in PEERS:
         raise ValueError(f"{name!r} is not a peer.\n{suggest(name, PEERS)}")
-    made = read(text, allow=list(PEERS.values()))
+    made = hookdrop.InjectionSpec.from_dict(
+        {"regularizer": text, "layers": "*"}, allow=list(PEERS.values())
+    ).regularizer
     rate = getattr(made, rate_name(made))
     if not 0 <= rate <= 1:
         raise ValueError(f"{text}: {rate_name(made)} must be in [0, 1], got {rate}.")
