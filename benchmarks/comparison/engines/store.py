@@ -78,7 +78,8 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def _read(path: Path) -> Record:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # From memory, because NumPy leaves a damaged file open.
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
             images = dict(arrays)
         fields = json.loads(str(images.pop("record")))
     except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:

@@ -126,7 +126,7 @@ class TestConfigErrors:
         assert str(caught.value).endswith("Nothing was trained.")
 
     def test_all_errors_are_reported_together(self) -> None:
-        with pytest.raises(ConfigError, match=r"mine\.yaml: epochs: (.|\n)*mine\.yaml: arms\[0\]: "):
+        with pytest.raises(ConfigError, match=r"mine\.yaml: arms\[0\]: (.|\n)*mine\.yaml: epochs: "):
             config_of(GOOD.replace("epochs: 3", "epochs: -3").replace("p=0.1", "p=2"))
 
 

@@ -269,7 +269,7 @@ class TestRay:
             [sys.executable, "-c", ON_RAY, tmp_path], env=ENV, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, done.stderr
-        found = dict(map(json.loads, done.stdout.splitlines()))
+        found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
         assert found == {"good": None, "killed_once": "killed", "nan": "nan"}
         assert len(store.records()) == 3
 
