@@ -65,7 +65,7 @@ class Folder:
             ConfigError: The folder holds another comparison.
         """
         requested = {name: value for name, value in config.model_dump(mode="json").items() if name not in _MAY_CHANGE}
-        plan = self._read() if self._plan.exists() else {"config": requested, "amendments": []}
+        plan: dict[str, Any] = self._read() if self._plan.exists() else {"config": requested, "amendments": []}
         if changed := [name for name in requested if requested[name] != plan["config"].get(name)]:
             if amend is None:
                 raise ConfigError(_config_changed(self.path, changed, requested, plan["config"]))

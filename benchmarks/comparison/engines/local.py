@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import Future, as_completed
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -30,8 +30,8 @@ def train(runs: Sequence[Run], job: work.Job, store: Store, scratch: Path, worke
     is killed.
     """
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPool(min(workers, len(runs)) or 1, initializer=_start_worker, context=context)  # type: ignore[arg-type]
-    futures = {pool.schedule(_train, (run, job, store, scratch)): run for run in runs}
+    pool = ProcessPool(min(workers, len(runs)) or 1, initializer=_start_worker, context=context)
+    futures: dict[Future[Record | None], Run] = {pool.schedule(_train, (run, job, store, scratch)): run for run in runs}
     try:
         for future in as_completed(futures):
             run = futures[future]

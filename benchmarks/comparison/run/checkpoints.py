@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,7 +68,8 @@ class Checkpoint:
         """The state; None if the file is missing or corrupted, which restarts the run."""
         try:
             state: dict[str, Any] = torch.load(self._path, weights_only=True, map_location="cpu")
-        except (FileNotFoundError, RuntimeError, EOFError, pickle.UnpicklingError):
+        # A damaged file raises errors of many kinds.
+        except Exception:
             return None
         return state
 

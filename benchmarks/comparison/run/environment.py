@@ -40,7 +40,7 @@ def determinism() -> dict[str, Any]:
 @cache
 def _constant() -> dict[str, Any]:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "hookdrop": hookdrop.__version__}
-    cpu = collect_env.run_and_read_all(collect_env.run, "lscpu") or ""
+    cpu = collect_env.run_and_read_all(collect_env.run, "lscpu") or ""  # type: ignore[no-untyped-call]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "versions": versions | {"cuda": torch.version.cuda} | {name: version(name) for name in PACKAGES},

@@ -38,23 +38,23 @@ def _peer(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 @_peer("torchvision.DropBlock2d")
-def _torchvision_dropblock(p: float, block_size: int) -> nn.Module:
+def _torchvision_dropblock(p: float, block_size: int) -> Any:
     return torchvision.ops.DropBlock2d(p, block_size)
 
 
 @_peer("torchvision.StochasticDepth")
-def _torchvision_depth(p: float, mode: str = "row") -> nn.Module:
+def _torchvision_depth(p: float, mode: str = "row") -> Any:
     return torchvision.ops.StochasticDepth(p, mode)
 
 
 @_peer("timm.DropBlock2d")
-def _timm_dropblock(drop_prob: float, block_size: int = 7, gamma_scale: float = 1.0) -> nn.Module:
+def _timm_dropblock(drop_prob: float, block_size: int = 7, gamma_scale: float = 1.0) -> Any:
     """Each channel has its own mask, as in the paper and in hookdrop's DropBlock."""
     return timm.layers.DropBlock2d(drop_prob, block_size, gamma_scale, couple_channels=False)
 
 
 @_peer("timm.DropPath")
-def _timm_drop_path(drop_prob: float) -> nn.Module:
+def _timm_drop_path(drop_prob: float) -> Any:
     return timm.layers.DropPath(drop_prob)
 
 
