@@ -23,18 +23,16 @@ try:
     from comparison.analysis.summary import About, summarize
     from comparison.analysis.text import join
     from comparison.engines import runner
-    from comparison.engines.base import Engine, EngineError
-    from comparison.engines.folder import Folder, replace_text
-    from comparison.engines.store import Store, StoreError
+    from comparison.engines.folder import Folder
+    from comparison.engines.store import StoreError, replace_file
+    from comparison.engines.work import EngineError
     from comparison.report import page
     from comparison.report.progress import watch
     from comparison.report.table import table
-    from comparison.run.ranks import launched_rank, launched_world
     from comparison.run.record import Record
     from comparison.spec import options
     from comparison.spec.errors import ConfigError
     from comparison.spec.study import Entry, Study
-    from comparison.spec.yaml_lines import Lines
     from terminal import make_console, say
 except ModuleNotFoundError as error:
     raise SystemExit(
@@ -46,7 +44,7 @@ except ModuleNotFoundError as error:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, compare and report. Return 1 if a run failed or a control does not hold, 2 if the request is invalid."""
     args = options.parse(argv, (__doc__ or "").partition(":")[0])
-    console = make_console() if launched_rank() == 0 else Console(quiet=True)
+    console = make_console()
     try:
         if args.report:
             page.write(Summary.model_validate_json(args.report.read_text()), args.report.with_name("report.html"))
@@ -62,22 +60,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
-    config, lines, text = options.config_of(args)
-    study = Study(config, args.only, launched_world(), args.command)
-    remarks = _check(study, lines, console)
-    engine = runner.choose_engine(args.engine, args.workers, args.address)
-    if launched_rank() != 0:
-        return runner.follow(engine, args.out / "checkpoints")
+    config, text = options.config_of(args)
+    study = Study(config, args.only, args.command)
+    remarks = _check(study, console)
     with Folder(args.out) as folder:
         if args.dry_run:
             jobs = estimate.batches(study, folder.store)
-            console.print(estimate.table(jobs, args.workers))
+            console.print(estimate.table(jobs))
             compared = sum(arm.kind not in ("none", "probe") for arm in study.arms)
             say(console, estimate.outlook(jobs, args.workers, config.seeds, compared))
             say(console, "Dry run: nothing was trained.")
             return 0
         amendments = folder.claim(config, args.amend)
-        entries, records = _run(study, engine, folder, console, args.retry)
+        entries, records = _run(study, folder, console, args)
         time_ratios, memory_ratios = _costs(entries, records, folder, console, config.timing)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         partial_note = _partial_note(study)
@@ -87,22 +82,20 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
 
 
 def _run(
-    study: Study, engine: Engine, folder: Folder, console: Console, retry: bool
+    study: Study, folder: Folder, console: Console, args: argparse.Namespace
 ) -> tuple[list[Entry], Mapping[str, Record]]:
     """Train all missing runs. Return the arms and the records of all requested runs."""
-    show_progress = partial(_watch, console, folder.store)
-    trainer = runner.Runner(folder.store, engine, folder.checkpoints, show_progress, retry=retry)
+    engine = runner.choose_engine(args.engine, args.workers, args.address)
+    trainer = runner.Runner(folder.store, engine, folder.checkpoints, partial(_watch, console), args.retry)
     entries = study.entries(trainer.tune(study.searches()))
     # Seed by seed, so that an interrupted comparison has complete pairs.
-    runs = [entry.runs[seed] for seed in entries[0].runs for entry in entries]
-    trainer.ensure(runs, "Final runs")
-    runner.release_ranks(engine)
+    trainer.ensure([entry.runs[seed] for seed in entries[0].runs for entry in entries], "Final runs")
     return entries, trainer.requested
 
 
-def _watch(console: Console, store: Store, total: int, title: str) -> AbstractContextManager[Callable[[Record], None]]:
+def _watch(console: Console, total: int, title: str) -> AbstractContextManager[Callable[[Record], None]]:
     say(console, f"{title}: {total} runs")
-    return watch(console, total, store)
+    return watch(console, total)
 
 
 def _partial_note(study: Study) -> list[str]:
@@ -116,13 +109,13 @@ def _partial_note(study: Study) -> list[str]:
     ]
 
 
-def _check(study: Study, lines: Lines, console: Console) -> Mapping[str, list[str]]:
+def _check(study: Study, console: Console) -> Mapping[str, list[str]]:
     """Check the study, print the plan of each arm, and return the notes on the data by cell.
 
     Raises:
         ConfigError: The study has errors.
     """
-    found = checks.check_study(study, lines)
+    found = checks.check_study(study)
     if found.errors:
         raise ConfigError("\n\n".join([*found.errors, "Nothing was trained."]))
     for name, planned in found.plans.items():
@@ -171,7 +164,7 @@ def _report(summary: Summary, folder: Folder, console: Console, partial: bool, s
         path.with_stem(f"{path.stem}-only") if partial else path for path in (folder.report, folder.summary)
     )
     try:
-        replace_text(numbers, summary.model_dump_json(indent=1))
+        replace_file(numbers, summary.model_dump_json(indent=1).encode())
         page.write(summary, html)
     except OSError as error:
         say(

@@ -30,7 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for vendor in VENDORS:
             print(fetch(args.root, vendor))
     except (OSError, subprocess.CalledProcessError, tarfile.TarError) as error:
-        print(_failure(error, args.root), file=sys.stderr)
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        names = " and ".join(str(folder(args.root, vendor)) for vendor in VENDORS)
+        print(
+            f"Cannot download the images with npm, which Node.js includes: {reason}.\n  run this again,\n"
+            f"  or unpack version {VERSION} of the npm packages as {names}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
@@ -65,18 +71,6 @@ def _unpack(archive: Path, into: Path, vendor: str) -> None:
     with tarfile.open(archive) as files:
         members = [one for one in files if one.name in wanted or one.name.startswith(f"package/img/{vendor}/64/")]
         files.extractall(into, members, filter="data")
-
-
-def _failure(error: Exception, root: Path) -> str:
-    if isinstance(error, FileNotFoundError) and error.filename == "npm":
-        reason, fix = "npm is not installed", "install Node.js, which includes npm, and run this again"
-    elif isinstance(error, subprocess.CalledProcessError):
-        reason, fix = f"npm failed: {error.stderr.strip()}", "run this again when the npm registry is reachable"
-    else:
-        reason, fix = str(error), "run this again"
-    names = " and ".join(str(folder(root, vendor)) for vendor in VENDORS)
-    other = f"or unpack version {VERSION} of the npm packages as {names}"
-    return f"Cannot download the images: {reason}.\n  {fix},\n  {other}"
 
 
 if __name__ == "__main__":

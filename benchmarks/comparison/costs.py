@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import statistics
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from comparison.analysis.schema import Spread
-from comparison.engines.folder import replace_text
+from comparison.engines.store import replace_file
 from comparison.run.run_setup import RunSetup, at_final_rate
 from comparison.run.training import batch_of, step
 from comparison.spec.run_spec import Run
@@ -23,41 +24,29 @@ from comparison.spec.study import Entry
 STEPS_IN_TURN = 4
 FEWEST_ROUNDS = 5
 
-Costs = Mapping[str, tuple[Spread, Spread]]
-"""Time and memory relative to none, by arm."""
-
 
 def measure(entries: Sequence[Entry], seconds: float, path: Path) -> dict[tuple[str, str], tuple[Spread, Spread]]:
-    """Measure the costs of all cells. Earlier measurements of the same runs are read from `path`.
+    """Time and memory relative to none, by cell and arm. Earlier measurements of the same runs are read from `path`.
 
     Call this in a separate process, when nothing else is running.
     """
-    cache = _read_cache(path)
+    cache: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        cache = json.loads(path.read_text())
     found: dict[tuple[str, str], tuple[Spread, Spread]] = {}
     for cell in dict.fromkeys(entry.cell for entry in entries):
         runs = {entry.arm.name: next(iter(entry.runs.values())) for entry in entries if entry.cell == cell}
         key = hashlib.sha256("".join(run.key for run in runs.values()).encode()).hexdigest()[:16]
         if key not in cache:
-            cache[key] = {
-                name: [part.model_dump() for part in parts] for name, parts in measure_cell(runs, seconds).items()
-            }
-            replace_text(path, json.dumps(cache))
-        for name, (time_ratio, memory_ratio) in cache[key].items():
-            found[cell, name] = Spread(**time_ratio), Spread(**memory_ratio)
+            cache[key] = measure_cell(runs, seconds)
+            replace_file(path, json.dumps(cache).encode())
+        for name, (times, memory) in cache[key].items():
+            found[cell, name] = _spread(times), _spread(memory)
     return found
 
 
-def _read_cache(path: Path) -> dict[str, Any]:
-    """Earlier measurements; empty if the file is missing or unreadable."""
-    try:
-        cache = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return cache if isinstance(cache, dict) else {}
-
-
-def measure_cell(runs: Mapping[str, Run], seconds: float) -> Costs:
-    """Measure training steps at the final rate, relative to `none` in the same round.
+def measure_cell(runs: Mapping[str, Run], seconds: float) -> dict[str, tuple[list[float], list[float]]]:
+    """Measure training steps at the final rate: ratios to `none` in the same round, of time and of memory, by arm.
 
     The arms take turns, so that changes in machine speed affect all of them equally.
 
@@ -74,11 +63,7 @@ def measure_cell(runs: Mapping[str, Run], seconds: float) -> Costs:
     while len(rounds) < FEWEST_ROUNDS or time.perf_counter() - started < seconds:
         rounds.append({name: _time(setup, *batches[name]) for name, setup in setups.items()})
     return {
-        name: (
-            _spread([times[name] / times["none"] for times in rounds]),
-            _spread([memory[name] / memory["none"]] * 2),
-        )
-        for name in runs
+        name: ([times[name] / times["none"] for times in rounds], [memory[name] / memory["none"]] * 2) for name in runs
     }
 
 

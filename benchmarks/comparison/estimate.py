@@ -1,8 +1,7 @@
-"""Estimate the number of runs and the duration of a comparison for different numbers of workers."""
+"""Estimate the number of runs, the duration of a comparison, and the differences that it can show."""
 
 from __future__ import annotations
 
-import heapq
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,14 +16,13 @@ from comparison.analysis.text import plural
 from comparison.engines.store import Store
 from comparison.run.run_setup import prepare, steps_of
 from comparison.run.training import CURVE_POINTS, batch_of, step
+from comparison.spec.config import NONE
 from comparison.spec.run_spec import Run
-from comparison.spec.search import rounds
 from comparison.spec.study import Study
 
 TIMED_STEPS = 3
 START_SECONDS = 8.0
 """Start-up time of a worker (imports), in seconds, as measured on two cores."""
-WORKERS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -32,66 +30,62 @@ class Batch:
     """Runs that can be trained in parallel; the next batch depends on their results."""
 
     title: str
-    seconds: tuple[float, ...]
+    seconds: Sequence[float]
     """Estimated duration of each missing run."""
     done: int = 0
     """Number of runs already in the store."""
 
 
 def batches(study: Study, store: Store) -> list[Batch]:
-    """The tuning rounds, then the final runs, with the measured or estimated duration of each run."""
-    searches = list(study.searches().values())
-    times = _RunTimes(store)
-    found = []
-    if searches and study.config.tuning:
-        first, *later = rounds(study.config.tuning)
-        runs = [run for search in searches for _ in range(first) for run in search.ask()[1]]
-        found.append(times.batch("tuning", runs))
-        # The scores of earlier trials determine the settings of later ones, but not their number.
-        seconds = tuple(times.of(run) for run in runs)
-        found += [Batch(f"tuning, round {i}", seconds) for i, _ in enumerate(later, 2)]
+    """The tuning and the final runs, with the median duration of finished runs of the arm, or an estimate."""
+    known, of_arm, measured = store.records(), dict[tuple[str, str], list[float]](), dict[str, float]()
+    for record in known.values():
+        if record.done:
+            run = Run.model_validate(record.spec)
+            of_arm.setdefault((_kind(run), run.arm.name), []).append(record.seconds)
+
+    def seconds(run: Run) -> float:
+        if times := of_arm.get((_kind(run), run.arm.name)):
+            return statistics.median(times)
+        if _kind(run) not in measured:
+            measured[_kind(run)] = estimate_seconds(run.model_copy(update={"arm": NONE, "compile": False}))
+        return measured[_kind(run)]
+
+    def batch(title: str, runs: Sequence[Run]) -> Batch:
+        wanted = {run.key: run for run in runs}
+        missing = [run for key, run in wanted.items() if key not in known]
+        return Batch(title, [seconds(run) for run in missing], len(wanted) - len(missing))
+
+    tuning = [run for search in study.searches().values() for run in search.runs()]
     finals = [run for entry in study.entries({}) for run in entry.runs.values()]
-    timing = Batch("timing", (study.config.timing + START_SECONDS,) if study.config.timing else ())
-    return [*found, times.batch("final runs", finals), timing]
+    timing = Batch("timing", [study.config.timing] if study.config.timing else [])
+    return [*([batch("tuning", tuning)] if tuning else []), batch("final runs", finals), timing]
 
 
-def makespan(jobs: Sequence[Batch], workers: int) -> tuple[float, float]:
-    """The total duration in seconds, and the fraction of worker time spent on training."""
-    total = 0.0
-    for batch in jobs:
-        # Each batch starts new worker processes.
-        ends = [START_SECONDS if batch.seconds else 0.0] * workers
-        for seconds in batch.seconds:
-            heapq.heapreplace(ends, ends[0] + seconds)
-        total += max(ends)
-    return total, sum(sum(batch.seconds) for batch in jobs) / (workers * total)
+def duration(jobs: Sequence[Batch], workers: int) -> float:
+    """The approximate duration in seconds; a batch starts workers, and lasts as long as its longest run or longer."""
+    return sum(
+        START_SECONDS + max(*batch.seconds, sum(batch.seconds) / workers, 0.0) for batch in jobs if batch.seconds
+    )
 
 
-def table(jobs: Sequence[Batch], workers: int) -> Table:
-    """The missing runs, and the estimated duration with `workers` and other numbers of workers."""
+def table(jobs: Sequence[Batch]) -> Table:
+    """The missing runs and their estimated durations."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for column in ("", "runs to train", "in the store", "seconds each", "total seconds"):
         shown.add_column(column, justify="left" if not column else "right")
     for batch in jobs:
         each = f"{statistics.fmean(batch.seconds):.1f}" if batch.seconds else "-"
         shown.add_row(batch.title, str(len(batch.seconds)), str(batch.done), each, f"{sum(batch.seconds):.0f}")
-    shown.add_section()
-    for count in sorted({workers, *WORKERS}):
-        seconds, busy = makespan(jobs, count)
-        mark = " (--workers)" if count == workers else ""
-        shown.add_row(f"{count} workers{mark}", "", "", f"{100 * busy:.0f} % busy", f"{seconds:.0f}")
     return shown
 
 
 def outlook(jobs: Sequence[Batch], workers: int, pairs: int, arms: int) -> str:
     """How many runs are missing, how long they take, and which differences this number of pairs can show."""
-    runs, minutes = (
-        sum(len(batch.seconds) for batch in jobs if batch.title != "timing"),
-        makespan(jobs, workers)[0] / 60,
-    )
-    smallest = min(1.0, arms * smallest_p(pairs))
-    found = f"{plural(runs, 'run')} to train, about {minutes:.0f} minutes with {plural(workers, 'worker')}.\n"
-    found += (
+    runs = sum(len(batch.seconds) for batch in jobs if batch.title != "timing")
+    minutes, smallest = duration(jobs, workers) / 60, min(1.0, arms * smallest_p(pairs))
+    found = (
+        f"{plural(runs, 'run')} to train, about {minutes:.0f} minutes with {plural(workers, 'worker')}.\n"
         f"{plural(pairs, 'pair')} detect differences of {detectable(pairs):.2g} standard deviations of the paired "
         f"differences with 80 % power: {detectable(pairs):.2g} points of accuracy if the pairs vary by 1 point. The "
         f"smallest p after Holm's correction over {plural(arms, 'arm')} is {smallest:.2g}."
@@ -102,39 +96,8 @@ def outlook(jobs: Sequence[Batch], workers: int, pairs: int, arms: int) -> str:
     return found
 
 
-class _RunTimes:
-    """Durations of runs: those of finished runs of the same arm, otherwise estimated from a few steps without hooks."""
-
-    def __init__(self, store: Store) -> None:
-        self._known = store.records()
-        self._of_arm: dict[tuple[str, str], list[float]] = {}
-        self._measured: dict[str, float] = {}
-        for record in self._known.values():
-            if record.done:
-                run = Run.model_validate(record.spec)
-                self._of_arm.setdefault(self._kind(run, run.arm.name), []).append(record.seconds)
-
-    def of(self, run: Run) -> float:
-        """Seconds for a run."""
-        if times := self._of_arm.get(self._kind(run, run.arm.name)):
-            return statistics.median(times)
-        kind = str(self._kind(run, "none"))
-        if kind not in self._measured:
-            bare = run.model_copy(
-                update={"arm": run.arm.model_copy(update={"kind": "none", "name": "none", "p": None})}
-            )
-            self._measured[kind] = estimate_seconds(bare.model_copy(update={"world": 1, "compile": False}))
-        return self._measured[kind]
-
-    def batch(self, title: str, runs: Sequence[Run]) -> Batch:
-        """The missing runs among `runs`."""
-        wanted = {run.key: run for run in runs}
-        missing = [run for key, run in wanted.items() if key not in self._known]
-        return Batch(title, tuple(self.of(run) for run in missing), len(wanted) - len(missing))
-
-    @staticmethod
-    def _kind(run: Run, arm: str) -> tuple[str, str]:
-        return f"{run.cell}, {run.epochs} epochs, {run.max_steps}", arm
+def _kind(run: Run) -> str:
+    return f"{run.cell}, {run.epochs} epochs, {run.max_steps}"
 
 
 def estimate_seconds(run: Run) -> float:

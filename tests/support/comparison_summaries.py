@@ -19,7 +19,6 @@ from comparison.analysis.schema import (
     Difference,
     Environment,
     FailedRun,
-    Mask,
     Metric,
     Site,
     Spread,
@@ -168,7 +167,6 @@ def arm(name: str, i: int, none: dict[Metric, np.ndarray], seeds: int, rng: np.r
         tuning=None if kind == "control" else tuning(i, kind == "none"),
         time=Spread(low=1.01 + 0.02 * i, median=1.03 + 0.02 * i, high=1.06 + 0.02 * i) if drops else None,
         memory=Spread(low=1.0, median=1.0 + 0.004 * i, high=1.02 + 0.004 * i) if drops else None,
-        mask=mask(name, rng) if drops else None,
     )  # fmt: skip
 
 
@@ -197,15 +195,6 @@ def tuning(i: int, none: bool) -> Tuning:
         chosen={name: space[best]},
         at_edge=[name] if best == 3 else [],
     )
-
-
-def mask(name: str, rng: np.random.Generator) -> Mask:
-    """A mask with dropped blocks of 3 or single elements."""
-    rows = np.ones((14, 14), dtype=int)
-    size = 3 if "Block" in name else 1
-    for y, x in rng.integers(0, 15 - size, (3 if size == 3 else 20, 2)):
-        rows[y : y + size, x : x + size] = 0
-    return Mask(site="layer3.1.bn1", rows=rows.tolist())
 
 
 def failure(name: str, seed: int) -> FailedRun:

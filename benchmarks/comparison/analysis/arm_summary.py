@@ -12,7 +12,7 @@ from scipy.stats import sem
 from scipy.stats import t as student
 
 from comparison.analysis.pairs import PairedArm
-from comparison.analysis.schema import METRICS, ArmSummary, Band, Bin, Difference, Mask, Metric, Site, Spread
+from comparison.analysis.schema import METRICS, ArmSummary, Band, Bin, Difference, Metric, Site, Spread
 from comparison.run.metrics import BINS, bin_of
 
 Point = tuple[float, float]
@@ -57,7 +57,6 @@ def summarize_arm(
         like=entry.like,
         time=time,
         memory=memory,
-        mask=next((Mask(**run["mask"]) for run in runs if run["mask"]), None),
     )
 
 

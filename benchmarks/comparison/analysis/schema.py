@@ -33,7 +33,7 @@ class Part(BaseModel):
 
 
 class Difference(Part):
-    """PairedArm differences `a - b` in one metric."""
+    """Paired differences `a - b` in one metric."""
 
     seeds: list[int]
     """Seeds of the complete pairs."""
@@ -97,14 +97,6 @@ class Spread(Part):
     high: float
 
 
-class Mask(Part):
-    """The mask of one channel of one sample."""
-
-    site: str
-    rows: list[list[int]]
-    """1 is kept, 0 is dropped."""
-
-
 class ArmSummary(Part):
     """The results of an arm."""
 
@@ -149,7 +141,6 @@ class ArmSummary(Part):
     """Time of a training step at the final rate, relative to none."""
     memory: Spread | None
     """Peak memory of a training step, relative to none."""
-    mask: Mask | None
 
 
 class Contrast(Part):

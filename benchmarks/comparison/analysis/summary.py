@@ -97,7 +97,8 @@ def _cell(title: str, arms: Sequence[PairedArm], costs: Sequence[Mapping[str, Sp
         varied=_varied(runs),
         remarks=remarks,
     )
-    return cell.model_copy(update={"words": [text.verdict(cell), *text.findings(cell), *text.caveats(cell)]})
+    words = [text.verdict(cell), *text.findings(cell), *text.caveats(cell), *text.control_sentences(cell)]
+    return cell.model_copy(update={"words": words})
 
 
 def _varied(runs: Sequence[Run]) -> list[str]:

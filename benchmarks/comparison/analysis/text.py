@@ -67,8 +67,8 @@ def findings(cell: Cell) -> Iterator[str]:
 
 
 def caveats(cell: Cell) -> list[str]:
-    """What limits the findings: power, controls, excluded runs, tuning and data."""
-    parts = (_power, _aa, _chance, _validity, _set_aside, _tuned, _rates, _images)
+    """What limits the findings: power, excluded runs, tuning and data."""
+    parts = (_power, _set_aside, _tuned, _rates, _images)
     return [sentence for part in parts for sentence in part(cell)]
 
 
@@ -135,43 +135,37 @@ def _smallest_p(name: str, family: Sequence[Difference]) -> str:
     return text
 
 
-def _aa(cell: Cell) -> Iterator[str]:
-    equal, seeds, none = cell.controls.aa_equal, cell.controls.aa_seeds, cell.arms[0].name
-    if not seeds:
-        yield "The A/A control is missing: no run with p = 0 injected shows that hooks alone change nothing."
-    elif equal == seeds:
-        count = plural(seeds, "seed")
-        yield f"Control: with p = 0 injected, weights and outputs are bit-identical to {none} ({count})."
-    else:
-        yield (
-            f"Warning: with p = 0 injected, weights or outputs differ from {none} in {seeds - equal} of "
-            f"{plural(seeds, 'seed')}. Runs are not reproducible, or the hooks change something; this may contribute "
-            "to every difference."
-        )
+def controls(cell: Cell) -> list[tuple[str, bool | None, str]]:
+    """Each control: the question, whether it holds (None: not measured), and the numbers behind it."""
+    found, none = cell.controls, cell.arms[0].name if cell.arms else "none"
+    chance = found.none_none
+    outside = {metric: one for metric, one in (chance or {}).items() if one.verdict != UNCLEAR}
+    intervals = join([f"{SHORT[metric]} {interval_text(one, metric)}" for metric, one in outside.items()])
+    return [
+        (
+            f"Is the arm with p = 0 injected (A/A) bit-identical to {none}, in weights and outputs?",
+            found.aa_equal == found.aa_seeds if found.aa_seeds else None,
+            f" ({found.aa_equal} of {plural(found.aa_seeds, 'seed')})",
+        ),
+        (
+            f"Is the difference between {none} with other seeds and {none} consistent with chance?",
+            None if chance is None else not more_than_chance(chance),
+            f" (after Holm's correction; 0 is outside the 95 % interval of {intervals})" if outside else "",
+        ),
+        ("Did all arms of a seed have the same initial weights and batches?", found.paired, ""),
+        (
+            "Were state_dict, repr and eval output bit-identical with hooks and after remove()?",
+            found.unchanged == found.hooked if found.hooked else None,
+            f" ({found.unchanged} of {plural(found.hooked, 'run')})",
+        ),
+    ]
 
 
-def _chance(cell: Cell) -> Iterator[str]:
-    found, none = cell.controls.none_none, cell.arms[0].name
-    start = f"Control: {none} with other seeds against {none}"
-    if not found:
-        yield f"The control of chance is missing: there are no runs of {none} with other seeds."
-    elif outside := [metric for metric in METRICS if found[metric].verdict != UNCLEAR]:
-        metrics = join([f"{SHORT[metric]} ({interval_text(found[metric], metric)})" for metric in outside])
-        consistent = "not consistent" if more_than_chance(found) else "consistent"
-        yield (
-            f"{start}: only the seeds differ, but 0 is outside the interval of {metrics}. This happens by chance in 1 "
-            f"of 20 intervals; after Holm's correction over the {len(METRICS)} metrics, it is {consistent} with chance."
-        )
-    elif len(found["accuracy"].values) > 1:
-        yield f"{start}: the intervals of {join(list(SHORT.values()))} cover 0, as expected for 19 of 20."
-
-
-def _validity(cell: Cell) -> Iterator[str]:
-    if changed := cell.controls.hooked - cell.controls.unchanged:
-        yield (
-            f"Warning: in {changed} of {plural(cell.controls.hooked, 'run')} with hooks, the hooks changed state_dict, "
-            "repr or eval output."
-        )
+def control_sentences(cell: Cell) -> Iterator[str]:
+    """The answers to the questions of the controls."""
+    for question, holds, numbers in controls(cell):
+        answer = "not measured" if holds is None else f"{'yes' if holds else 'no'}{numbers}"
+        yield f"{'Warning' if holds is False else 'Control'}: {question} {answer}."
 
 
 def _set_aside(cell: Cell) -> Iterator[str]:

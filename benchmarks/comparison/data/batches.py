@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +17,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 def loader(
     task: Task, split_train: Tensor, batch_size: int, seed: int, epoch: int, labels: Tensor, workers: int = 0
-) -> Iterable[Batch]:
+) -> DataLoader[Batch]:
     """Iterate over the training images in an order that depends on seed and epoch.
 
     The last incomplete batch is dropped, unless it is the only one.
@@ -33,16 +30,13 @@ def loader(
         epoch: Epoch of the order and the augmentation.
         labels: Labels of `split_train` in the same order, such as `task.training_labels`.
         workers: Number of data loading processes; the batches are bit-identical for any number.
-
-    Returns:
-        An iterable of (indices_B, x_BCHW, y_B).
     """
     order = torch.randperm(len(split_train), generator=generator(seed, "order", epoch))
     batches = [part for part in torch.split(order, batch_size) if len(part) == min(batch_size, len(order))]
-    epoch_batches = _Epoch(task, split_train, labels, batches, seed, epoch)
-    if not workers:
-        return (epoch_batches[i] for i in range(len(batches)))
-    return _by_workers(epoch_batches, min(workers, len(batches)))
+    dataset = _Epoch(task, split_train, labels, batches, seed, epoch)
+    # Without its own generator, the loader would draw the workers' seeds from the global one.
+    own = generator(seed, "workers", epoch)
+    return DataLoader(dataset, batch_size=None, num_workers=min(workers, len(batches)), generator=own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,25 +56,4 @@ class _Epoch(Dataset[Batch]):
 
     def __getitem__(self, i: int) -> Batch:
         indices_B, y_B = self.indices_N[self.batches[i]], self.labels_N[self.batches[i]]
-        return indices_B, self.task.augmented(indices_B, self.seed, self.epoch), y_B
-
-
-def _by_workers(batches: _Epoch, workers: int) -> Iterator[Batch]:
-    # Without its own generator, the loader would draw the workers' seeds from the global one.
-    own = generator(batches.seed, "workers", batches.epoch)
-    processes = DataLoader(batches, batch_size=None, num_workers=workers, generator=own)
-    with _allowed_children():
-        running = iter(processes)
-    yield from running
-
-
-@contextlib.contextmanager
-def _allowed_children() -> Iterator[None]:
-    """Let a daemonic process, such as a pool worker, start data loading workers; they exit with it."""
-    config = getattr(multiprocessing.current_process(), "_config", {})
-    daemon = config.get("daemon")
-    config["daemon"] = False
-    try:
-        yield
-    finally:
-        config.pop("daemon") if daemon is None else config.update(daemon=daemon)
+        return indices_B, self.task.source.augmented(indices_B, self.seed, self.epoch), y_B

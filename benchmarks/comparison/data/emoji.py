@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
-from comparison.data.sources import Stored
+from comparison.data.sources import stored
 from comparison.data.task import DataError, Task, hold_out
 from comparison.spec.run_spec import Data
 
@@ -56,12 +56,11 @@ def load(data: Data) -> Task:
         x_NCHW = torch.stack([_pixels(path, side) for path in paths])
     except OSError as error:
         raise DataError(f"cannot read an emoji: {error}.", f"download the images again: {FETCH}") from error
-    source = Stored(x_NCHW, data.augmentation, fill=WHITE, mean=HALF, std=HALF)
+    source = stored(x_NCHW, side, data.augmentation, fill=WHITE, statistics=(HALF, HALF))
     other = torch.arange(2 * len(test)) >= len(test)
     return Task(
         data.name,
         len(classes),
-        source.shape,
         labels_E.repeat(len(VENDORS)),
         pool,
         torch.cat([test, test + len(emoji)]),

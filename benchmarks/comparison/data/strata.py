@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-ENOUGH = 10**9
 
 
 def even(available: Sequence[int], size: int, draws: torch.Generator) -> list[int]:
@@ -17,21 +14,15 @@ def even(available: Sequence[int], size: int, draws: torch.Generator) -> list[in
 
     The classes with one more image are drawn at random.
     """
-    level, extra, able = _levels(available, size)
-    counts = [min(have, level) for have in available]
-    for i in torch.randperm(len(able), generator=draws)[:extra].tolist():
+
+    def filled(level: int) -> int:
+        return sum(min(have, level) for have in available)
+
+    level = bisect_right(range(max(available) + 1), size, key=filled) - 1
+    counts, able = [min(have, level) for have in available], [c for c, have in enumerate(available) if have > level]
+    for i in torch.randperm(len(able), generator=draws)[: size - filled(level)].tolist():
         counts[able[i]] += 1
     return counts
-
-
-def even_ways(available: Sequence[int], size: int) -> int:
-    """The number of different samples that `even` allows, at most `ENOUGH`."""
-    level, extra, able = _levels(available, size)
-    ways = [1] + [0] * extra
-    for have in (available[i] for i in able):
-        less, more = math.comb(have, level), math.comb(have, level + 1)
-        ways = [min(ENOUGH, less * ways[k] + (more * ways[k - 1] if k else 0)) for k in range(extra + 1)]
-    return ways[extra]
 
 
 def proportional(available: Sequence[int], size: int) -> list[int]:
@@ -64,13 +55,3 @@ def drawn(indices: Tensor, labels_N: Tensor, counts: Sequence[int], draws: torch
 def without(indices: Tensor, others: Tensor) -> Tensor:
     """The indices that are not in `others`."""
     return indices[~torch.isin(indices, others)]
-
-
-def _levels(available: Sequence[int], size: int) -> tuple[int, int, list[int]]:
-    """The common count of all large enough classes, how many have one more, and which classes could."""
-
-    def filled(level: int) -> int:
-        return sum(min(have, level) for have in available)
-
-    level = bisect_right(range(max(available) + 1), size, key=filled) - 1
-    return level, size - filled(level), [c for c, have in enumerate(available) if have > level]

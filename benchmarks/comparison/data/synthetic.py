@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from comparison.data.sources import Stored
+from comparison.data.sources import stored
 from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data
 from comparison.spec.seeds import generator
@@ -71,17 +71,9 @@ def load(data: Data) -> Task:
     _check(data)
     size = data.image_size or SIZE
     pool, test = generate(POOL, size, "pool", without=False), generate(TEST, size, "test", without=True)
-    source = Stored(torch.cat([pool.x_N1HW, test.x_N1HW]), data.augmentation)
-    return Task(
-        data.name,
-        CLASSES,
-        source.shape,
-        torch.cat([pool.y_N, test.y_N]),
-        torch.arange(POOL),
-        torch.arange(POOL, POOL + TEST),
-        source,
-        data.label_noise or 0.0,
-    )
+    source = stored(torch.cat([pool.x_N1HW, test.x_N1HW]), size, data.augmentation)
+    labels_N, every = torch.cat([pool.y_N, test.y_N]), torch.arange(POOL + TEST)
+    return Task(data.name, CLASSES, labels_N, every[:POOL], every[POOL:], source, data.label_noise or 0.0)
 
 
 def glyphs() -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from comparison.data import strata
+from comparison.data.sources import Source
 from comparison.spec.seeds import generator
 
 
@@ -18,18 +19,6 @@ class DataError(ValueError):
 
     def __init__(self, fact: str, *lines: str) -> None:
         super().__init__("\n".join([fact, *(f"  {line}" for line in lines), "Nothing was trained."]))
-
-
-class Source(Protocol):
-    """Provides the pixels of images."""
-
-    def images(self, indices_B: Tensor) -> Tensor:
-        """Images without augmentation: (B, C, H, W), float32, normalized."""
-        ...
-
-    def augmented(self, indices_B: Tensor, seed: int, epoch: int) -> Tensor:
-        """Images with augmentation, which depends only on seed, epoch and the index of each image."""
-        ...
 
 
 class Split(NamedTuple):
@@ -48,8 +37,6 @@ class Task:
 
     name: str
     classes: int
-    shape: tuple[int, int, int]
-    """Shape of an image, (C, H, W)."""
     labels_N: Tensor
     """Labels of all images, int64."""
     pool: Tensor
@@ -65,13 +52,10 @@ class Task:
     sha256: str = ""
     """SHA-256 of the image files, if they were read."""
 
-    def images(self, indices_B: Tensor) -> Tensor:
-        """Images without augmentation: (B, C, H, W), float32, normalized."""
-        return self.source.images(indices_B)
-
-    def augmented(self, indices_B: Tensor, seed: int, epoch: int) -> Tensor:
-        """Images with augmentation, which depends only on (seed, epoch, index)."""
-        return self.source.augmented(indices_B, seed, epoch)
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of an image, (C, H, W)."""
+        return self.source.shape
 
     def split(self, train_size: int | None, validation_size: int | None, seed: int) -> Split:
         """Return the seed's training set with the shared validation and test sets.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import re
 import textwrap
 from collections.abc import Sequence
@@ -113,25 +112,6 @@ def calibration(arms: Sequence[ArmSummary], ident: str) -> Markup | None:
         counts.yaxis.set_major_formatter("{x:g}")
         figure.legend(loc="outside lower left")
         return inline(figure, ident, "accuracy over confidence, and the images per bin, one line per arm")
-
-
-def masks(arms: Sequence[ArmSummary], ident: str) -> Markup | None:
-    """The dropped elements (filled) of one feature map of each arm; None without masks."""
-    drawn = [(arm.name, arm.mask) for arm in arms if arm.mask]
-    if not drawn:
-        return None
-    with mpl.rc_context(SETTINGS):
-        figure = Figure(figsize=(WIDTH / 72, 2.1 * len(drawn)), layout="constrained")
-        for axes, (name, mask) in zip(figure.subplots(len(drawn), 1, squeeze=False)[:, 0], drawn, strict=True):
-            rows, columns = len(mask.rows), len(mask.rows[0]) if mask.rows else 0
-            cells = [(x, rows - 1 - y) for y, row in enumerate(mask.rows) for x, kept in enumerate(row) if not kept]
-            for y, of_row in itertools.groupby(cells, key=lambda cell: cell[1]):
-                axes.broken_barh([(x, 1) for x, _ in of_row], (y, 1), color=TEXT, lw=0)
-            axes.set(xlim=(0, columns), ylim=(0, rows), xticks=[], yticks=[], aspect="equal")
-            axes.set_title(f"{_short(name)}\n{_short(mask.site)}", fontsize=13)
-            axes.spines[["top", "right"]].set_visible(True)
-            axes.grid(False)
-        return inline(figure, ident, "masks of one sample and channel: dropped elements are filled")
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:

@@ -11,7 +11,6 @@ import pandas as pd
 from markupsafe import Markup
 
 from comparison.analysis import text
-from comparison.analysis.inference import more_than_chance
 from comparison.analysis.schema import BETTER, DECIMALS, METRICS, ArmSummary, Cell, Difference, Metric, Spread, Summary
 from comparison.report import figures
 from comparison.report.numbers import general, interval, plain, probability, signed
@@ -55,7 +54,7 @@ class CellView:
             if against
         ]
         self.table = pd.DataFrame([_row(arm) for arm in self.arms])
-        self.failed = [question for question, holds, _ in _controls(cell) if holds is False]
+        self.failed = [question for question, holds, _ in text.controls(cell) if holds is False]
         self.sections = [*_statistics(cell), *_measurements(self.id, cell), *_setup(cell)]
 
 
@@ -83,9 +82,7 @@ def _interval(found: Difference | None, metric: Metric) -> str:
 
 def _statistics(cell: Cell) -> Iterable[Section]:
     yield Section("Caveats", sentences=text.caveats(cell))
-    answers = {None: "Not measured", True: "Yes", False: "No"}
-    controls = [f"{question} {answers[holds]}{numbers}." for question, holds, numbers in _controls(cell)]
-    yield Section("Controls", "Is the comparison valid?", controls)
+    yield Section("Controls", "Is the comparison valid?", list(text.control_sentences(cell)))
     pairs = [(f"{pair.a} − {pair.b}", pair.metric, pair.difference) for pair in cell.between]
     note = "Paired differences, with Holm’s correction over all pairs in a metric."
     yield Section("Between regularizers", note, table=_numbers(pairs))
@@ -115,25 +112,6 @@ def _side(found: Difference, metric: Metric) -> str:
     return "better" if (found.verdict == "above") == (BETTER[metric] > 0) else "worse"
 
 
-def _controls(cell: Cell) -> list[tuple[str, bool | None, str]]:
-    """Each control: the question, whether it holds (None: not measured), and the numbers behind it."""
-    found = cell.controls
-    aa = found.aa_equal == found.aa_seeds if found.aa_seeds else None
-    chance = None if found.none_none is None else not more_than_chance(found.none_none)
-    hooked = found.unchanged == found.hooked if found.hooked else None
-    same = "Is the arm with p = 0 injected (A/A) bit-identical to none, in weights and outputs?"
-    return [
-        (same, aa, f" ({found.aa_equal} of {found.aa_seeds} seeds)" if found.aa_seeds else ""),
-        ("Is the difference between none with other seeds and none consistent with chance?", chance, ""),
-        ("Did all arms of a seed have the same initial weights and batches?", found.paired, ""),
-        (
-            "Were state_dict, repr and eval output bit-identical with hooks and after remove()?",
-            hooked,
-            f" ({found.unchanged} of {found.hooked} runs)" if found.hooked else "",
-        ),
-    ]
-
-
 def _measurements(ident: str, cell: Cell) -> Iterable[Section]:
     arms = cell.arms
     pictures = [figures.curves(arms, what, f"{ident}-{what}", label, "epoch") for what, label in CURVES.items()]
@@ -156,8 +134,6 @@ def _measurements(ident: str, cell: Cell) -> Iterable[Section]:
         "Over all seeds. On the diagonal, the accuracy equals the confidence.",
         pictures=[figures.calibration(arms, f"{ident}-calibration")],
     )
-    note = "Dropped elements (filled) in one feature map of one sample."
-    yield Section("Masks", note, pictures=[figures.masks(arms, f"{ident}-masks")])
     cost = pd.DataFrame(
         {"Arm": arm.name, "Time / none [quartiles]": _spread(arm.time), "Memory / none": _spread(arm.memory)}
         for arm in arms

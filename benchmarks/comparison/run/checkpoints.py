@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 import time
 from collections.abc import Mapping
@@ -12,27 +10,24 @@ from typing import Any
 
 import torch
 
-from comparison.run import ranks
 from comparison.run.run_setup import RunSetup
 
 SECONDS = 20.0
 """Minimum time between checkpoints."""
-DIGEST = hashlib.sha256().digest_size
 
 
 class Checkpoint:
-    """The checkpoint file of a run, one per process."""
+    """The checkpoint file of a run."""
 
     def __init__(self, setup: RunSetup, folder: Path) -> None:
         """Set the path; no file is read or written yet."""
-        suffix = f".{ranks.rank()}" if setup.run.world > 1 else ""
-        self._path = folder / f"{setup.run.key}{suffix}.pt"
+        self._path = folder / f"{setup.run.key}.pt"
         self._setup = setup
         self._last = time.monotonic()
 
     def due(self) -> bool:
-        """Whether it is time for a checkpoint; rank 0 decides for all."""
-        return bool(ranks.gather(self._setup.run, time.monotonic() - self._last >= SECONDS)[0])
+        """Whether it is time for a checkpoint."""
+        return time.monotonic() - self._last >= SECONDS
 
     def save(self, epoch: int, history: Mapping[str, Any]) -> None:
         """Save the state after an epoch, replacing the previous file atomically."""
@@ -48,18 +43,15 @@ class Checkpoint:
             "cuda_rng": torch.cuda.get_rng_state(setup.device) if setup.device.type == "cuda" else None,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        content = io.BytesIO()
-        torch.save(state, content)
         partial = self._path.with_suffix(".partial")
-        partial.write_bytes(hashlib.sha256(content.getbuffer()).digest() + content.getbuffer())
+        torch.save(state, partial)
         os.replace(partial, self._path)
         self._last = time.monotonic()
 
     def load(self) -> tuple[int, dict[str, Any]]:
         """Restore the state. Return the number of finished epochs and the history, or (0, {}) without a checkpoint."""
         state = self._read()
-        epochs = ranks.gather(self._setup.run, state["epoch"] if state else 0)
-        if state is None or len(set(epochs)) > 1:
+        if state is None:
             return 0, {}
         setup = self._setup
         setup.model.load_state_dict(state["model"])
@@ -75,16 +67,13 @@ class Checkpoint:
     def _read(self) -> dict[str, Any] | None:
         """The state; None if the file is missing or corrupted, which restarts the run."""
         try:
-            content = self._path.read_bytes()
-        except FileNotFoundError:
+            state: dict[str, Any] = torch.load(self._path, weights_only=True, map_location="cpu")
+        # A damaged file raises errors of many kinds.
+        except Exception:
             return None
-        if hashlib.sha256(content[DIGEST:]).digest() != content[:DIGEST]:
-            return None
-        state: dict[str, Any] = torch.load(io.BytesIO(content[DIGEST:]), weights_only=True, map_location="cpu")
         return state
 
 
 def delete(folder: Path, key: str) -> None:
-    """Delete the checkpoints of a run whose record is stored."""
-    for path in folder.glob(f"{key}.*"):
-        path.unlink(missing_ok=True)
+    """Delete the checkpoint of a run whose record is stored."""
+    (folder / f"{key}.pt").unlink(missing_ok=True)

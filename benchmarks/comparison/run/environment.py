@@ -6,16 +6,17 @@ import os
 import platform
 import subprocess
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import collect_env
 
 import hookdrop
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("torchvision", "timm", "numpy", "scikit-learn", "optuna")
+PACKAGES = ("torchvision", "timm", "numpy", "scikit-learn")
 CODE = ("hookdrop", "benchmarks")
 
 
@@ -38,47 +39,32 @@ def determinism() -> dict[str, Any]:
 
 @cache
 def _constant() -> dict[str, Any]:
-    return {"versions": versions(), "git": revision(ROOT), "hardware": hardware(), "system": _system()}
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of Python and of each package; None if it is not installed."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "hookdrop": hookdrop.__version__}
-    return found | {"cuda": torch.version.cuda} | {name: _version(name) for name in PACKAGES}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "hookdrop": hookdrop.__version__}
+    cpu = collect_env.run_and_read_all(collect_env.run, "lscpu") or ""  # type: ignore[no-untyped-call]
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "versions": versions | {"cuda": torch.version.cuda} | {name: version(name) for name in PACKAGES},
+        "git": revision(ROOT),
+        "hardware": {
+            "cpu": next(
+                (line.partition(":")[2].strip() for line in cpu.splitlines() if "Model name" in line), "unknown"
+            ),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "cpu_count": os.cpu_count(),
+            "gpus": ", ".join(gpus) or "none",
+        },
+        "system": {"name": platform.system(), "machine": platform.machine()},
+    }
 
 
 def revision(root: Path) -> dict[str, Any]:
     """The commit of the code and whether it has uncommitted changes; None outside a checkout or without git."""
-    top = _git(root, "rev-parse", "--show-toplevel")
-    head = _git(root, "rev-parse", "HEAD")
+    top, head = _git(root, "rev-parse", "--show-toplevel"), _git(root, "rev-parse", "HEAD")
     # If another repository contains the package, for example in a virtual environment, there is no revision.
     if top is None or head is None or Path(top).resolve() != root.resolve():
         return {"revision": None, "dirty": None}
     status = _git(root, "status", "--porcelain", "--", *CODE)
     return {"revision": head, "dirty": None if status is None else bool(status)}
-
-
-def hardware() -> dict[str, Any]:
-    """CPU, memory and GPUs."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "cpu": _cpu(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "cpu_count": os.cpu_count(),
-        "memory_gib": _memory_gib(),
-        "gpus": ", ".join(gpus) or "none",
-    }
-
-
-def _system() -> dict[str, str]:
-    return {"name": platform.system(), "release": platform.release().split("-")[0], "machine": platform.machine()}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _git(root: Path, *arguments: str) -> str | None:
@@ -90,19 +76,3 @@ def _git(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (AttributeError, OSError, ValueError):
-        return None

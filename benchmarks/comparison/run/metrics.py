@@ -31,15 +31,13 @@ def score(logits_NC: Tensor, y_N: Tensor) -> Scores:
 
     The ECE uses the stored float32 confidences, so that it can be recomputed from a record.
 
-    Args:
-        logits_NC: Finite logits of shape (N, C).
-        y_N: Class labels in [0, C - 1] of shape (N,).
-
     Raises:
-        ValueError: The shapes do not match, there are no images, or a label is out of range.
         FloatingPointError: A logit is infinite or NaN.
     """
-    _check(logits_NC, y_N)
+    if wrong := int((~logits_NC.isfinite()).any(dim=1).sum()):
+        raise FloatingPointError(
+            f"the logits of {wrong} of {len(logits_NC)} images are not finite. Nothing was scored."
+        )
     log_p_NC = logits_NC.detach().double().log_softmax(dim=1).cpu()
     labels_N = y_N.detach().long().cpu()
     nll_N = -log_p_NC.gather(1, labels_N[:, None])[:, 0].numpy()
@@ -60,20 +58,3 @@ def ece(confidence_N: NDArray[np.generic], correct_N: NDArray[np.bool_], bins: i
 def bin_of(confidence_N: NDArray[np.generic], bins: int = BINS) -> NDArray[np.intp]:
     """The bin index of each confidence; bin m of M covers ((m - 1) / M, m / M]."""
     return np.searchsorted(np.arange(1, bins) / bins, confidence_N.astype(np.float64), side="left")
-
-
-def _check(logits_NC: Tensor, y_N: Tensor) -> None:
-    if logits_NC.ndim != 2 or y_N.shape != logits_NC.shape[:1] or not logits_NC.numel():
-        raise ValueError(
-            "expected logits of shape (N, C) and labels of shape (N,) with N >= 1, "
-            f"got {tuple(logits_NC.shape)} and {tuple(y_N.shape)}. Nothing was scored."
-        )
-    if y_N.min() < 0 or y_N.max() >= logits_NC.shape[1]:
-        raise ValueError(
-            f"labels must be in [0, {logits_NC.shape[1] - 1}], got {int(y_N.min())} to {int(y_N.max())}. "
-            "Nothing was scored."
-        )
-    if wrong := int((~logits_NC.isfinite()).any(dim=1).sum()):
-        raise FloatingPointError(
-            f"the logits of {wrong} of {len(logits_NC)} images are not finite. Nothing was scored."
-        )

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-import hookdrop
 from comparison.run import metrics
 from comparison.run.footprint_check import changes, digest, digest_of
-from comparison.run.record import Mask, Outcome, SiteRate
+from comparison.run.record import Outcome, SiteRate
 from comparison.run.run_setup import RunSetup
+from comparison.spec import arms
 
 CHECKED_IMAGES = 200
 
@@ -24,17 +23,13 @@ def outcome_of(setup: RunSetup, history: Any, measured: Any) -> tuple[Outcome, M
     logits = setup.logits(scored)
     scores = metrics.score(logits, setup.task.labels_N[scored])
     weights, rate, sites = digest_of(setup.model), setup.rate, len(drop.sites) if drop else 0
-    mask, changed = None, None
-    checked = setup.images(scored[:CHECKED_IMAGES])
-    if drop:
-        mask = _mask(setup, drop, checked[:1])
-        changed = changes(setup.model, drop, checked, setup.footprint)
+    changed = changes(setup.model, drop, setup.images(scored[:CHECKED_IMAGES]), setup.footprint) if drop else None
     # The rate of Cutout is not the fraction that it drops.
     called = [] if measured is None else [site for site in measured.sites.values() if site.calls]
     drops = measured is not None and all(site.drops for site in called)
     has_target = drops and all(site.asks for site in called)
     outcome: Outcome = {
-        "call": setup.call,
+        "call": arms.text_at_rate(run.arm),
         "sites": sites,
         "flags": setup.flags,
         "weights_before": setup.weights,
@@ -50,7 +45,6 @@ def outcome_of(setup: RunSetup, history: Any, measured: Any) -> tuple[Outcome, M
         "dropped": measured.dropped if measured and drops else None,
         "realised": _site_rates(measured) if measured and has_target else [],
         "changes": changed,
-        "mask": mask,
         "accuracy": scores.accuracy,
         "nll": scores.nll,
         "ece": scores.ece,
@@ -69,21 +63,3 @@ def outcome_of(setup: RunSetup, history: Any, measured: Any) -> tuple[Outcome, M
 
 def _site_rates(measured: Any) -> list[SiteRate]:
     return [{"name": name, "asked": site.asked, "dropped": site.dropped} for name, site in measured.sites.items()]
-
-
-def _mask(setup: RunSetup, drop: hookdrop.Injection, x_1CHW: Tensor) -> Mask | None:
-    """The mask of one sample and channel at the first site with feature maps, at the final rate."""
-    if not setup.rate:
-        return None
-    setup.model.eval()
-    with drop.sampling(), drop.recording() as recorded, torch.no_grad():
-        setup.model(x_1CHW)
-    for site in drop.sites:
-        if site.name not in recorded:
-            continue  # its rate is 0
-        kept = recorded[site.name].mask
-        if kept is not None and kept.dim() == 4:
-            dropped_somewhere = (~kept[0]).flatten(1).any(1).nonzero()
-            channel = int(dropped_somewhere[0]) if len(dropped_somewhere) else 0
-            return {"site": site.name, "rows": kept[0, channel].int().cpu().tolist()}
-    return None

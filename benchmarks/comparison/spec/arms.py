@@ -2,105 +2,109 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 import hookdrop
 from comparison.spec import peers
-from comparison.spec.call_syntax import Call, parse_call, parse_schedule
 from comparison.spec.run_spec import Arm
 from hookdrop import recipes
 
 
-def arguments(arm: Arm, model: nn.Module, steps: int, example: Tensor | None) -> dict[str, Any] | None:
-    """The arguments of `hookdrop.inject` for a training of `steps` optimizer steps; None for an arm without hooks.
+def injection(arm: Arm, model: nn.Module, example: Tensor | None) -> hookdrop.InjectionSpec | None:
+    """What an arm injects into a model; None for an arm without hooks.
 
     Raises:
         ValueError, TypeError, hookdrop.HookdropError: The arm is invalid or does not fit the model.
     """
-    if arm.kind in ("none", "probe") or model_arguments(arm):
+    if not arm.call or model_arguments(arm):
         return None
-    return {
-        "regularizer": (
-            peers.make(parse_call(arm.call), peer_rate(arm, model, example)) if arm.kind == "peer" else full_call(arm)
-        ),
-        "layers": list(arm.layers) or None,
-        "schedule": None if arm.p is None else parse_schedule(arm.schedule),
-        "total_steps": steps,
-        "example_input": example,
-    }
+    made = read(arm.kind, arm.call)
+    if arm.kind == "peer" and arm.equal == "fraction" and example is not None:
+        assert arm.p is not None
+        sites = hookdrop.plan(model, "DropPath(p=0.1)", layers=list(arm.layers), example_input=example).sites
+        # The batch has no effect on the fraction.
+        shapes = tuple((1, *site.shape[1:]) for site in sites if site.shape)
+        made = at_rate(made, peers.rate_for(arm.call, arm.p, shapes))
+    else:
+        made = at_rate(made, arm.p)
+    schedule = None if arm.p is None else read_schedule(arm.schedule)
+    return hookdrop.InjectionSpec(made, layers=list(arm.layers) or None, schedule=schedule)
 
 
 def model_arguments(arm: Arm) -> dict[str, float]:
     """The arguments of the model's constructor that a peer such as `timm.drop_path_rate` sets."""
-    if arm.kind != "peer" or not peers.is_model_argument(arm.call):
+    made = read(arm.kind, arm.call) if arm.kind == "peer" else None
+    if not isinstance(made, peers.ModelArgument):
         return {}
     assert arm.p is not None
-    return {parse_call(arm.call).name.removeprefix("timm."): arm.p}
+    return {made.name: arm.p}
 
 
 def is_identity_at_0(arm: Arm) -> bool:
     """Whether hooks at rate 0 are the identity, as the A/A control requires; for `ScaleActivationGrad` rate 1 is."""
-    if arm.p is None or arm.kind in ("none", "probe") or model_arguments(arm):
+    if arm.p is None or not arm.call or model_arguments(arm):
         return False
-    rate = type(hookdrop.parse(full_call(arm))).rate if arm.kind == "regularizer" else None
-    return rate is None or rate.neutral == 0
+    declared = type(read(arm.kind, arm.call)).rate if arm.kind == "regularizer" else None
+    return declared is None or declared.neutral == 0
 
 
-def full_call(arm: Arm) -> str:
-    """The arm's call including its rate."""
-    if arm.kind in ("none", "probe"):
-        return ""
-    call = parse_call(arm.call)
-    return str(call if arm.p is None else call.with_settings(**{rate_name(arm.kind, call): arm.p}))
+def text_at_rate(arm: Arm) -> str:
+    """The arm's call at its rate; empty for an arm without one."""
+    if not arm.call or arm.p in (None, rate_of(made := read(arm.kind, arm.call))):
+        return arm.call
+    # A module of another library has no text form.
+    return f"{arm.call} with {peers.rate_name(made)}={arm.p:g}" if arm.kind == "peer" else repr(at_rate(made, arm.p))
 
 
-def split_rate(kind: str, text: str) -> tuple[str, float | None]:
-    """Split a call into the call without its rate, and the rate.
-
-    `DropBlock(p=0.1, block_size=3)` becomes `DropBlock(block_size=3)` and 0.1.
+def read(kind: str, text: str) -> Any:
+    """The regularizer, recipe or peer that a text describes.
 
     Raises:
-        ValueError, TypeError: The regularizer, recipe or peer does not exist or does not accept these settings.
+        ValueError, TypeError: It does not exist, or does not accept these settings.
     """
-    call = parse_call(text)
     if kind == "peer":
-        peer = peers.peer_of(call)
-        call = call.bind(*peer.settings)
-        peers.check_settings(call)
-        rate = _required_rate(call, peer.rate_name)
-        return str(call.without(peer.rate_name)), rate
-    parsed = hookdrop.parse(text)
-    if not isinstance(parsed, recipes.Recipe if kind == "recipe" else hookdrop.Regularizer):
-        raise ValueError(f"{call.name!r} is not a {kind}.")
-    call = call.bind(*list(inspect.signature(type(parsed)).parameters)[: len(call.args)])
-    name = rate_name(kind, call)
-    return str(call.without(name, "keep_prob")), getattr(parsed, name, None)
+        return peers.read_peer(text)
+    made = hookdrop.parse(text)
+    if not isinstance(made, recipes.Recipe if kind == "recipe" else hookdrop.Regularizer):
+        raise ValueError(f"{text.partition('(')[0]!r} is not a {kind}.")
+    return made
 
 
-def rate_name(kind: str, call: Call) -> str:
-    """The name of the setting that holds the rate."""
-    if kind == "peer":
-        return peers.peer_of(call).rate_name
-    declared = getattr(hookdrop, call.name).rate if kind == "regularizer" else None
-    return "p" if declared is None else declared.attribute
+def rate_of(made: Any) -> float | None:
+    """The rate of a regularizer, recipe or peer; None if it has none."""
+    name = peers.rate_name(made)
+    return float(getattr(made, name)) if name else None
 
 
-def peer_rate(arm: Arm, model: nn.Module, example: Tensor | None) -> float:
-    """The peer's rate: `p` itself, or the rate at which it drops the fraction `p` at this model's sites."""
-    assert arm.p is not None
-    if arm.equal == "p" or example is None:
-        return arm.p
-    sites = hookdrop.plan(model, "DropPath(p=0.1)", layers=list(arm.layers), example_input=example).sites
-    return peers.rate_for(parse_call(arm.call), arm.p, [site.shape for site in sites if site.shape])
+def at_rate(made: Any, p: float | None) -> Any:
+    """A copy at another rate; the same object for None."""
+    if p is None:
+        return made
+    if isinstance(made, recipes.Recipe):
+        return replace(made, p=p)  # type: ignore[type-var]
+    twin = copy.deepcopy(made)
+    setattr(twin, peers.rate_name(made), p)
+    return twin
 
 
-def _required_rate(call: Call, name: str) -> float:
-    value = call.kwargs.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"{call} has no rate: write {call.with_settings(**{name: 0.1})}.")
-    if not 0 <= value <= 1:
-        raise ValueError(f"{call}: {name} must be in [0, 1], got {value}.")
-    return float(value)
+def read_schedule(text: str) -> hookdrop.Schedule | None:
+    """Parse a schedule, in steps or in fractions of the training; None for `none`.
+
+    A bare `LinearSchedule` covers the whole training.
+
+    Raises:
+        ValueError: The schedule does not exist or does not accept these settings.
+    """
+    if text.strip() == "none":
+        return None
+    try:
+        schedule = hookdrop.parse(f"{text}(1.0)" if text.strip().isidentifier() else text)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    if not isinstance(schedule, hookdrop.Schedule):
+        raise ValueError(f"{text!r} is not a schedule.")
+    return schedule

@@ -18,13 +18,11 @@ from pydantic import (
     model_validator,
 )
 
-from comparison.spec import arms
-from comparison.spec.call_syntax import parse_call, parse_schedule
+from comparison.spec import arms, peers
 from comparison.spec.errors import ConfigError, suggest
-from comparison.spec.peers import is_model_argument
 from comparison.spec.run_spec import Arm, Data, Model, Optimizer, cell_of
 from comparison.spec.tuning import TuningConfig
-from comparison.spec.yaml_lines import Lines, Place, format_place
+from hookdrop import recipes
 
 NONE = Arm(name="none", kind="none", schedule="none")
 RESERVED = ("none", "none (other seeds)", "p = 0 (A/A)")
@@ -40,8 +38,23 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
 
+def _as_arm(value: Any) -> Any:
+    """Find out the kind of a plain text from its name."""
+    if not isinstance(value, str):
+        return value
+    name = value.partition("(")[0].strip()
+    kind = "peer" if name in peers.PEERS else "recipe" if name in recipes.RECIPE_NAMES else "regularizer"
+    return {kind: value}
+
+
+def _known_schedule(schedule: str | None) -> str | None:
+    if schedule is not None:
+        arms.read_schedule(schedule)
+    return schedule
+
+
 class ArmConfig(BaseModel):
-    """One regularizer, recipe, peer or linear probe; a plain string is a regularizer."""
+    """One regularizer, recipe, peer or linear probe; a plain string is one of the first three."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -53,7 +66,7 @@ class ArmConfig(BaseModel):
     name: Annotated[str, Field(min_length=1)] | None = None
     layers: Annotated[list[str], BeforeValidator(_listed), Field(min_length=1)] | None = None
     """Overrides the `layers` of the comparison."""
-    schedule: str | None = None
+    schedule: Annotated[str | None, BeforeValidator(_known_schedule)] = None
     equal: Literal["p", "fraction"] = "p"
     like: str | None = None
     """The regularizer or recipe whose tuned settings a peer uses.
@@ -63,23 +76,22 @@ class ArmConfig(BaseModel):
 
     @model_validator(mode="after")
     def _is_one(self) -> ArmConfig:
-        given = [kind for kind in KINDS if getattr(self, kind)]
-        if len(given) != 1:
+        if len([kind for kind in KINDS if getattr(self, kind)]) != 1:
             raise ValueError("an arm has exactly one of `regularizer`, `recipe`, `peer` and `probe`")
-        if self.layers and not self.takes_layers:
-            raise ValueError(f"{self.text} selects its own layers: remove `layers`")
-        if self.schedule and not self.takes_schedule:
-            raise ValueError(f"{self.text} has no schedule: remove `schedule`")
-        if self.equal == "fraction" and given == ["peer"] and not self.takes_layers:
-            raise ValueError("an argument of a model has no sites: remove `equal`")
-        if given != ["peer"] and (self.equal != "p" or self.like):
-            raise ValueError("`equal` and `like` are only valid for a peer")
-        if given == ["probe"]:
-            return self
         try:
-            arms.split_rate(given[0], self.text)
+            if self.kind != "probe":
+                arms.read(self.kind, self.text)
         except TypeError as error:
             raise ValueError(str(error)) from None
+        peer = self.kind == "peer"
+        valid = {
+            "layers": self.takes_layers,
+            "schedule": self.takes_schedule,
+            "equal": peer and self.takes_layers,
+            "like": peer,
+        }
+        if wrong := [name for name, holds in valid.items() if name in self.model_fields_set and not holds]:
+            raise ValueError(f"{self.text} takes no `{wrong[0]}`: remove it")
         return self
 
     @field_validator("name")
@@ -91,13 +103,6 @@ class ArmConfig(BaseModel):
             raise ValueError(f"the name {name!r} has a comma, which separates names in the report: use parentheses")
         return name
 
-    @field_validator("schedule")
-    @classmethod
-    def _is_known(cls, schedule: str | None) -> str | None:
-        if schedule is not None:
-            parse_schedule(schedule)
-        return schedule
-
     @property
     def kind(self) -> Kind:
         """Which of the four it is."""
@@ -106,12 +111,13 @@ class ArmConfig(BaseModel):
     @property
     def text(self) -> str:
         """The call as written in the configuration."""
-        return self.regularizer or self.recipe or self.peer or "a linear probe"
+        return self.regularizer or self.recipe or self.peer or "linear probe"
 
     @property
     def takes_layers(self) -> bool:
         """Whether it has hooks on the layers that the configuration names."""
-        return self.kind == "regularizer" or (self.kind == "peer" and not is_model_argument(self.text))
+        is_module = self.kind == "peer" and not isinstance(peers.read_peer(self.text), peers.ModelArgument)
+        return self.kind == "regularizer" or is_module
 
     @property
     def takes_schedule(self) -> bool:
@@ -121,7 +127,7 @@ class ArmConfig(BaseModel):
     @property
     def bare_name(self) -> str:
         """The name without settings."""
-        return "linear probe" if self.kind == "probe" else parse_call(self.text).name
+        return self.text.partition("(")[0].strip()
 
     def title(self, count: int) -> str:
         """The arm's name, given `count` arms of the same regularizer."""
@@ -130,10 +136,6 @@ class ArmConfig(BaseModel):
         if self.kind == "peer" and self.takes_layers:
             return f"{self.bare_name} (equal {self.equal})"
         return self.bare_name if count == 1 else self.text.replace(",", "")
-
-
-def _as_regularizer(value: Any) -> Any:
-    return {"regularizer": value} if isinstance(value, str) else value
 
 
 class Config(BaseModel):
@@ -148,8 +150,8 @@ class Config(BaseModel):
     """Training set sizes for every dataset; None uses the sizes in `data`."""
     layers: Annotated[list[str], BeforeValidator(_listed)] = []
     """Sites of all regularizers and peers."""
-    arms: Annotated[list[Annotated[ArmConfig, BeforeValidator(_as_regularizer)]], Field(min_length=1)]
-    schedule: str = "LinearSchedule"
+    arms: Annotated[list[Annotated[ArmConfig, BeforeValidator(_as_arm)]], Field(min_length=1)]
+    schedule: Annotated[str, BeforeValidator(_known_schedule)] = "LinearSchedule"
     seeds: int = Field(default=8, ge=2, le=10_000)
     """Number of pairs, fixed before the first run."""
     first_seed: int = Field(default=0, ge=0, lt=100_000)
@@ -167,12 +169,6 @@ class Config(BaseModel):
     """Time budget in seconds for measuring the cost of a training step; 0 skips the measurement."""
     max_steps: PositiveInt | None = None
     """Stop every run after this many optimizer steps, for a smoke test."""
-
-    @field_validator("schedule")
-    @classmethod
-    def _is_known(cls, schedule: str) -> str:
-        parse_schedule(schedule)
-        return schedule
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
@@ -206,9 +202,9 @@ class Config(BaseModel):
         if arm.kind != "peer":
             return name
         ours = [other for other in self.all_arms() if other.kind == "regularizer"]
-        bare = parse_call(arm.call).name.split(".")[1].removesuffix("2d")
+        bare = config.bare_name.split(".")[1].removesuffix("2d")
         equivalent = {"StochasticDepth": "DropPath"}.get(bare, bare)
-        namesake = [other.name for other in ours if parse_call(other.call).name == equivalent]
+        namesake = [other.name for other in ours if other.call.startswith(f"{equivalent}(")]
         return config.like or [*namesake, *(other.name for other in ours), name][0]
 
     def cells(self) -> Iterator[tuple[Data, Model]]:
@@ -222,58 +218,36 @@ class Config(BaseModel):
     def _arm(self, arm: ArmConfig, count: int) -> Arm:
         if arm.kind == "probe":
             return Arm(name=arm.title(count), kind="probe", schedule="none", lr=arm.probe)
-        call, p = arms.split_rate(arm.kind, arm.text)
         return Arm(
             name=arm.title(count),
             kind=arm.kind,
-            call=call,
-            p=p,
+            call=arm.text,
+            p=arms.rate_of(arms.read(arm.kind, arm.text)),
             layers=tuple(arm.layers or self.layers) if arm.takes_layers else (),
             schedule=(arm.schedule or self.schedule) if arm.takes_schedule else "none",
             equal=arm.equal,
         )
 
 
-def validate(settings: Mapping[str, Any], lines: Lines) -> Config:
-    """Validate the settings of a comparison.
+def validate(settings: Mapping[str, Any], source: str) -> Config:
+    """Validate the settings of a comparison; `source` names their file in messages.
 
     Raises:
-        ConfigError: Some settings are invalid; the message names the line of each.
+        ConfigError: Some settings are invalid.
     """
     try:
         return Config.model_validate(dict(settings))
     except ValidationError as error:
-        messages = [_message(one["loc"], one["msg"], one["type"], lines, settings) for one in error.errors()]
+        messages = [f"{source}: {_place(one['loc'])}{_message(one)}" for one in error.errors()]
         raise ConfigError("\n".join([*messages, "Nothing was trained."])) from None
 
 
-def _message(loc: Place, message: str, kind: str, lines: Lines, settings: Mapping[str, Any]) -> str:
-    # pydantic adds the names of union members and validators to the path: they are not in the document.
-    place = tuple(part for part in loc if isinstance(part, int) or part.isidentifier())
-    text = message.removeprefix("Value error, ")
-    if kind == "extra_forbidden":
-        known = _sibling_fields(place)
-        text = f"unknown setting {place[-1]!r}.\n{suggest(str(place[-1]), known)}"
-    elif kind == "missing":
-        text = f"{format_place(place)} is missing"
-    elif "\n" not in text and isinstance(given := _at(settings, place), str | int | float):
-        text = f"{text}, got {given!r}"
-    return f"{lines.where(place)}: {text}"
+def _place(loc: Sequence[str | int]) -> str:
+    """Format a place as in Python, such as `arms[1].p: `; empty for the whole document."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return f"{text.removeprefix('.')}: " if text else ""
 
 
-def _sibling_fields(place: Place) -> Sequence[str]:
-    """The valid settings at the place of an unknown one."""
-    of: dict[str, type[BaseModel]] = {
-        "models": Model, "data": Data, "arms": ArmConfig, "optimizer": Optimizer, "tuning": TuningConfig,
-    }  # fmt: skip
-    model = of.get(str(place[0]), Config) if len(place) > 1 else Config
-    return list(model.model_fields)
-
-
-def _at(settings: Any, place: Place) -> Any:
-    for part in place:
-        try:
-            settings = settings[part]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return settings
+def _message(found: Any) -> str:
+    text = found["msg"].removeprefix("Value error, ")
+    return f"{text}, got {given!r}" if isinstance(given := found["input"], str | int | float) else text

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from comparison.spec.config import Config, validate
 from comparison.spec.errors import ConfigError, nearest, suggest
-from comparison.spec.yaml_lines import Lines, load
 
-# What is compared without a file and without --arms, --recipes and --peers: recipes choose their own layers.
-_DEFAULTS = {"arms": [{"recipe": "dropblock_resnet(p=0.1)"}, {"recipe": "stochastic_depth(p=0.1)"}], "epochs": 20}
+# What is compared without a file and without --arms: recipes choose their own layers.
+_DEFAULTS = {"arms": ["dropblock_resnet(p=0.1)", "stochastic_depth(p=0.1)"], "epochs": 20}
 _OVERRIDES = ("title", "seeds", "epochs", "batch_size", "timing", "max_steps", "device", "precision", "schedule")
 
 
@@ -28,13 +29,7 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     add("--report", type=Path, metavar="SUMMARY", help="write report.html beside a stored summary.json, and exit")
     what = parser.add_argument_group("what to compare")
     add = what.add_argument
-    add(
-        "--models",
-        "--model",
-        nargs="+",
-        metavar="NAME",
-        help="timm or torchvision models, such as resnet18 or torchvision:resnet18",
-    )
+    add("--models", "--model", nargs="+", metavar="NAME", help="timm or torchvision models, such as resnet18")
     add(
         "--data",
         nargs="+",
@@ -43,13 +38,11 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     )
     add("--train-sizes", nargs="+", type=int, metavar="N", help="training set sizes")
     add("--layers", nargs="+", metavar="GLOB", help="sites, such as 'layer[34].*.bn2'")
-    add("--arms", nargs="+", metavar="TEXT", help="regularizers, such as 'DropBlock(p=0.1, block_size=3)'")
-    add("--recipes", nargs="+", metavar="TEXT", help="recipes, such as 'dropblock_resnet(p=0.1, block_size=3)'")
     add(
-        "--peers",
+        "--arms",
         nargs="+",
         metavar="TEXT",
-        help="such as 'timm.DropBlock2d(drop_prob=0.1, block_size=3)', at equal p and at equal fraction",
+        help="such as 'DropBlock(p=0.1)', a recipe, or 'timm.DropPath(drop_prob=0.1)'",
     )
     add("--only", nargs="+", metavar="ARM", default=[], help="run only these arms, none and the controls")
     add("--schedule", help="LinearSchedule, 'EarlySchedule(cutoff=0.5)', none, ...; a float is a fraction of all steps")
@@ -61,7 +54,6 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     add("--precision", choices=["float32", "bfloat16"])
     add("--compile", action="store_true", default=None, help="train with torch.compile")
     add("--device", help="cpu or cuda")
-    add("--strict", action="store_true", default=None, help="treat an unreadable image as an error")
     add("--max-steps", type=int, metavar="N", help="stop every run after N optimizer steps, for a smoke test")
     add("--title")
     how = parser.add_argument_group("how to run it")
@@ -72,11 +64,7 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     add("--timing", type=float, metavar="SECONDS", help="time budget for measuring the cost of a step; 0 skips it")
     add("--dry-run", action="store_true", help="print sites, runs and estimated durations without training")
     add("--retry", action="store_true", help="also retry runs that failed with an error, after fixing its cause")
-    add(
-        "--amend",
-        metavar="REASON",
-        help="continue in --out with a changed comparison; the report states the reason",
-    )
+    add("--amend", metavar="REASON", help="continue in --out with a changed comparison; the report states the reason")
     options = parser.parse_args(argv)
     if options.amend is not None and not options.amend.strip():
         parser.error("--amend requires a reason, which the report will state")
@@ -95,48 +83,43 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     return options
 
 
-def config_of(options: argparse.Namespace) -> tuple[Config, Lines, str]:
-    """Return the configuration, the source lines of its settings, and the YAML text.
+def config_of(options: argparse.Namespace) -> tuple[Config, str]:
+    """Return the configuration and its YAML text.
 
     Raises:
         ConfigError: The file cannot be read, or a setting or flag is invalid.
     """
-    text, lines = "", Lines("command line")
-    settings: dict[str, Any] = dict(_DEFAULTS)
+    text, source, settings = "", "command line", dict[str, Any](_DEFAULTS)
     if options.config:
+        source = str(options.config)
         try:
             text = options.config.read_text()
+            settings = yaml.safe_load(text)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(_unreadable(options.config, error)) from None
-        settings, lines = load(text, str(options.config))
+        except (yaml.YAMLError, ValueError) as error:
+            raise ConfigError(f"{source}: invalid YAML: {error}\nNothing was trained.") from None
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{source}: expected a mapping of settings, such as `seeds: 8`.\nNothing was trained.")
     flags = _flags(options, settings)
-    config = validate({**settings, **flags}, lines)
+    config = validate({**settings, **flags}, source)
     if flags:
         text += "\n# overridden by flags: " + ", ".join(f"{name}={value!r}" for name, value in flags.items()) + "\n"
     known = [arm.name for arm in config.all_arms()]
     for name in options.only:
         if name not in known:
             raise ConfigError(f"--only: no arm is named {name!r}.\n{suggest(name, known)}\nNothing was trained.")
-    return config, lines, text
+    return config, text
 
 
 def _flags(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
     """The settings given as flags, in the format of the file."""
-    given = {name: getattr(options, name) for name in ("models", "layers", "train_sizes", *_OVERRIDES, "compile")}
+    given = {
+        name: getattr(options, name) for name in (*_OVERRIDES, "models", "layers", "train_sizes", "arms", "compile")
+    }
     found = {name: value for name, value in given.items() if value is not None}
-    if options.data or options.strict:
-        names = options.data or settings.get("data") or []
-        data = [
-            {"name": _folder(one)} if isinstance(one, str) else one
-            for one in (names if isinstance(names, list) else [names])
-        ]
-        strict = {"strict": True} if options.strict else {}
-        found["data"] = [{**one, **strict} if isinstance(one, dict) else one for one in data]
-    arms = [*(options.arms or []), *({"recipe": text} for text in options.recipes or [])]
-    for text in options.peers or []:
-        arms += [{"peer": text, "equal": "p"}, {"peer": text, "equal": "fraction"}]
-    if arms:
-        found["arms"] = arms
+    if options.data:
+        found["data"] = [{"name": _folder(name)} for name in options.data]
     optimizer = {name: getattr(options, name) for name in ("lr", "weight_decay") if getattr(options, name) is not None}
     if optimizer:
         in_file = settings.get("optimizer")

@@ -4,120 +4,134 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import timm.layers
 import torch
 import torchvision.ops
 from torch import nn
 
-from comparison.spec.call_syntax import Call, parse_call
+import hookdrop
 from comparison.spec.errors import suggest
 
 ELEMENTS = 200_000
 """Number of elements per site for measuring a fraction."""
 BISECTIONS = 16
+PEERS: dict[str, Callable[..., Any]] = {}
+"""By the names under which configurations call them."""
 
 
-class Peer(NamedTuple):
-    """A regularizer of another library."""
+class ModelArgument(nn.Identity):
+    """Stands for an argument of timm's models that sets a rate."""
 
-    make: Callable[..., nn.Module] | None
-    """None for an argument of timm's models."""
-    rate_name: str
-    settings: tuple[str, ...]
-    defaults: dict[str, Any]
+    def __init__(self, name: str, p: float) -> None:
+        super().__init__()
+        self.name, self.p = name, p
 
 
-PEERS = {
-    "torchvision.DropBlock2d": Peer(torchvision.ops.DropBlock2d, "p", ("p", "block_size"), {}),
-    "torchvision.StochasticDepth": Peer(torchvision.ops.StochasticDepth, "p", ("p", "mode"), {"mode": "row"}),
-    "timm.DropBlock2d": Peer(
-        timm.layers.DropBlock2d, "drop_prob", ("drop_prob", "block_size", "gamma_scale"), {"couple_channels": False}
-    ),
-    "timm.DropPath": Peer(timm.layers.DropPath, "drop_prob", ("drop_prob",), {}),
-    "timm.drop_path_rate": Peer(None, "p", ("p",), {}),
-    "timm.drop_block_rate": Peer(None, "p", ("p",), {}),
-    "timm.drop_rate": Peer(None, "p", ("p",), {}),
-}
-"""`couple_channels=False` as in the paper and in hookdrop's DropBlock: each channel has its own mask."""
+def _peer(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def named(make: Callable[..., Any]) -> Callable[..., Any]:
+        make.__module__, make.__qualname__ = name.split(".")
+        return PEERS.setdefault(name, make)
+
+    return named
 
 
-def peer_of(call: Call) -> Peer:
-    """Look up the peer that a call names.
+@_peer("torchvision.DropBlock2d")
+def _torchvision_dropblock(p: float, block_size: int) -> Any:
+    return torchvision.ops.DropBlock2d(p, block_size)
+
+
+@_peer("torchvision.StochasticDepth")
+def _torchvision_depth(p: float, mode: str = "row") -> Any:
+    return torchvision.ops.StochasticDepth(p, mode)
+
+
+@_peer("timm.DropBlock2d")
+def _timm_dropblock(drop_prob: float, block_size: int = 7, gamma_scale: float = 1.0) -> Any:
+    """Each channel has its own mask, as in the paper and in hookdrop's DropBlock."""
+    return timm.layers.DropBlock2d(drop_prob, block_size, gamma_scale, couple_channels=False)
+
+
+@_peer("timm.DropPath")
+def _timm_drop_path(drop_prob: float) -> Any:
+    return timm.layers.DropPath(drop_prob)
+
+
+@_peer("timm.drop_path_rate")
+def _drop_path_rate(p: float) -> ModelArgument:
+    return ModelArgument("drop_path_rate", p)
+
+
+@_peer("timm.drop_block_rate")
+def _drop_block_rate(p: float) -> ModelArgument:
+    return ModelArgument("drop_block_rate", p)
+
+
+@_peer("timm.drop_rate")
+def _drop_rate(p: float) -> ModelArgument:
+    return ModelArgument("drop_rate", p)
+
+
+def read_peer(text: str) -> Any:
+    """The module or model argument that a text describes; it is never evaluated as code.
 
     Raises:
-        ValueError: The name is unknown.
+        ValueError, TypeError: The peer does not exist, or does not accept these settings.
     """
-    if call.name not in PEERS:
-        raise ValueError(f"{call.name!r} is not a peer.\n{suggest(call.name, PEERS)}")
-    return PEERS[call.name]
+    name = text.partition("(")[0].strip()
+    if name not in PEERS:
+        raise ValueError(f"{name!r} is not a peer.\n{suggest(name, PEERS)}")
+    made = hookdrop.InjectionSpec.from_dict(
+        {"regularizer": text, "layers": "*"}, allow=list(PEERS.values())
+    ).regularizer
+    rate = getattr(made, rate_name(made))
+    if not 0 <= rate <= 1:
+        raise ValueError(f"{text}: {rate_name(made)} must be in [0, 1], got {rate}.")
+    return made
 
 
-def is_model_argument(text: str) -> bool:
-    """Whether this peer is an argument of timm's models, such as `timm.drop_path_rate(p=0.2)`, and not a module."""
-    return peer_of(parse_call(text)).make is None
-
-
-def check_settings(call: Call) -> None:
-    """Check the names of the settings; timm ignores unknown ones.
-
-    Raises:
-        ValueError: The peer does not accept these settings.
-    """
-    takes = list(dict.fromkeys([*peer_of(call).settings, *peer_of(call).defaults]))
-    if unknown := [name for name in call.kwargs if name not in takes]:
-        raise ValueError(f"{call.name} does not accept {unknown[0]!r}; it accepts {', '.join(takes)}.")
-
-
-def make(call: Call, rate: float) -> nn.Module:
-    """Build the peer's module at a rate.
-
-    Raises:
-        ValueError: The peer does not accept these settings.
-    """
-    peer = peer_of(call)
-    check_settings(call)
-    assert peer.make is not None, f"{call} is an argument of a model"
-    try:
-        return peer.make(**{**peer.defaults, **call.kwargs, peer.rate_name: rate})
-    except TypeError as error:
-        raise ValueError(f"{call}: {error}") from None
-
-
-def rate_for(call: Call, fraction: float, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Find the rate at which the peer drops `fraction` of all elements, by bisection with a fixed seed.
-
-    Args:
-        call: The peer without its rate.
-        fraction: Target fraction of the elements of all sites together, in [0, 1].
-        shapes: The tensor shape of each site, including the batch dimension.
-    """
-    return _rate_for(str(call), fraction, tuple(shape[1:] for shape in shapes))
+def rate_name(made: Any) -> str:
+    """The attribute that holds the rate of a regularizer, recipe or peer; empty if it has none."""
+    if isinstance(made, hookdrop.Regularizer):
+        declared = type(made).rate
+        return "" if declared is None else declared.attribute
+    return next((name for name in ("p", "drop_prob") if hasattr(made, name)), "")
 
 
 @functools.lru_cache(maxsize=256)
-def _rate_for(text: str, fraction: float, shapes: tuple[tuple[int, ...], ...]) -> float:
+def rate_for(text: str, fraction: float, shapes: Sequence[tuple[int, ...]]) -> float:
+    """Find the rate at which a peer drops `fraction` of all elements, by bisection with a fixed seed.
+
+    Args:
+        text: The peer, whose own rate is not used.
+        fraction: Target fraction of the elements of all sites together, in [0, 1].
+        shapes: A tuple of the tensor shape of each site, including the batch dimension.
+
+    Raises:
+        ValueError: The peer drops less at any rate.
+    """
     low, high = 0.0, 0.99
     if fraction <= 0:
         return 0.0
-    if (most := _dropped(parse_call(text), high, shapes)) < fraction:
+    module = read_peer(text).train()
+    if (most := _dropped(module, high, shapes)) < fraction:
         raise ValueError(f"{text} cannot drop {fraction:g}: it drops only {most:.3f} at rate {high}.")
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _dropped(parse_call(text), middle, shapes) < fraction else (low, middle)
+        low, high = (middle, high) if _dropped(module, middle, shapes) < fraction else (low, middle)
     return (low + high) / 2
 
 
-def _dropped(call: Call, rate: float, shapes: tuple[tuple[int, ...], ...]) -> float:
-    module = make(call, rate).train()
+def _dropped(module: nn.Module, rate: float, shapes: Sequence[tuple[int, ...]]) -> float:
+    setattr(module, rate_name(module), rate)
     zeros = elements = 0.0
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for shape in sorted(set(shapes)):
+        for _, *shape in sorted(set(shapes)):
             torch.manual_seed(0)
-            size = torch.Size(shape).numel()
+            size, count = torch.Size(shape).numel(), [one[1:] for one in shapes].count(tuple(shape))
             samples = max(1, ELEMENTS // size)
             part = (module(torch.ones(samples, *shape)) == 0).double().mean().item()
-            zeros += part * size * shapes.count(shape)
-            elements += size * shapes.count(shape)
+            zeros += part * size * count
+            elements += size * count
     return zeros / elements

@@ -33,8 +33,6 @@ class Data(Part):
     root: str = "data"
     """Folder of `cifar10` and `cifar100`, which are downloaded if missing, of the packages of `emoji`, and of the cache
     for `imagefolder`."""
-    strict: bool = False
-    """Raise an error for unreadable images instead of skipping and counting them."""
     workers: NonNegativeInt = 0
     """Number of data loading processes per run; 0 loads images in the training process."""
 
@@ -70,9 +68,9 @@ class Arm(Part):
     name: str
     kind: Literal["none", "regularizer", "recipe", "peer", "probe"] = "regularizer"
     call: str = ""
-    """The call without its rate, such as `DropBlock(block_size=3)` or `timm.DropBlock2d(block_size=3)`."""
+    """Such as `DropBlock(p=0.1, block_size=3)` or `timm.DropBlock2d(drop_prob=0.1, block_size=3)`."""
     p: float | None = None
-    """The target rate, or another scheduled parameter."""
+    """The target rate, or another scheduled parameter; it replaces the one in `call`."""
     layers: tuple[str, ...] = ()
     schedule: str = "LinearSchedule"
     """The schedule of the rate over all steps; `none` applies the full rate from the first step."""
@@ -100,8 +98,6 @@ class Run(Part):
     """Store images and convolution weights with the channels last."""
     compile: bool = False
     device: str = "cpu"
-    world: PositiveInt = 1
-    """Number of processes that share each batch (DistributedDataParallel)."""
     max_steps: PositiveInt | None = None
     """Stop after this many optimizer steps, for a smoke test."""
     seed: NonNegativeInt

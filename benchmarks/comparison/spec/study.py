@@ -10,8 +10,7 @@ from typing import Literal
 from comparison.spec.arms import is_identity_at_0
 from comparison.spec.config import NONE, RESERVED, Config
 from comparison.spec.run_spec import Arm, Data, Model, Run
-from comparison.spec.search import FIRST_SEED, Search, with_settings
-from comparison.spec.tuning import Tuning
+from comparison.spec.tuning import FIRST_SEED, Search, Tuning, with_settings
 
 OTHER_SEEDS = 2 * FIRST_SEED
 """First seed of the control with other seeds."""
@@ -49,8 +48,12 @@ class Study:
     config: Config
     only: Sequence[str] = ()
     """Names of arms; all if empty. None and the controls are always included."""
-    world: int = 1
     command: str = "python benchmarks/compare.py"
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of the pairs."""
+        return range(self.config.first_seed, self.config.first_seed + self.config.seeds)
 
     @property
     def arms(self) -> list[Arm]:
@@ -86,13 +89,10 @@ class Study:
             model=model,
             arm=arm,
             seed=seed,
-            world=self.world,
             **{name: getattr(config, name) for name in (*shared, "device", "max_steps")},
         )
 
     def _cell(self, data: Data, model: Model, tunings: Tunings) -> Iterator[Entry]:
-        seeds = range(self.config.first_seed, self.config.first_seed + self.config.seeds)
-
         def entry(arm: Arm, settings_of: str, control: Control = "", offset: int = 0) -> Entry:
             run = self.run(data, model, arm, 0)
             tuning = tunings.get((run.cell, settings_of))
@@ -101,7 +101,7 @@ class Study:
                 # A control keeps its rate and takes only the tuned settings of the optimizer.
                 chosen.pop("p", None)
             run = with_settings(run, chosen)
-            runs = {seed: run.model_copy(update={"seed": seed + offset}) for seed in seeds}
+            runs = {seed: run.model_copy(update={"seed": seed + offset}) for seed in self.seeds}
             own = tuning if settings_of == arm.name else None
             like = settings_of if tuning and not own else ""
             return Entry(run.cell, run.arm, runs, control, own, like, self._command(arm, control))

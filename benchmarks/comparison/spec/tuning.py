@@ -1,12 +1,20 @@
-"""The configuration and result of hyperparameter tuning, with the same number of trials for each arm."""
+"""Hyperparameter tuning: a grid with the same number of points for each arm, scored on the validation images."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
+from comparison.spec.run_spec import Run
+
+FIRST_SEED = 1_000_000
+"""First seed of tuning runs; final runs have smaller seeds, the control with other seeds has larger ones."""
 Setting = Literal["p", "lr", "weight_decay", "label_smoothing"]
 
 
@@ -20,31 +28,26 @@ RANGES: dict[Setting, tuple[float, float]] = {
 
 
 class TuningConfig(BaseModel):
-    """A grid or an Optuna search, scored by NLL on the validation images; test images are not used."""
+    """A grid, scored by NLL on the validation images; test images are not used."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    method: Literal["grid", "random", "tpe"] = "grid"
-    trials: PositiveInt | None = None
-    """Trials per arm, including none; for a grid, the number of its points."""
+    method: Literal["grid"] = "grid"
     seeds: PositiveInt = 2
     """Runs per trial, with seeds that no final run uses."""
     space: dict[Setting, list[float]]
-    """For arms with a rate: the values of a grid, or the ends of a range."""
+    """The values for arms with a rate."""
     space_none: dict[Setting, list[float]]
-    """The same for arms without a rate."""
+    """The values for arms without a rate."""
 
     @model_validator(mode="after")
     def _is_fair(self) -> TuningConfig:
-        for name, space in (("space", self.space), ("space_none", self.space_none)):
-            if not space or not all(space.values()):
-                raise ValueError(f"{name} is empty")
         for name, values in (*self.space.items(), *self.space_none.items()):
             low, high = RANGES[name]
             if outside := [value for value in values if not low <= value <= high]:
                 raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {outside[0]:g}")
-            if len(set(values)) < len(values):
-                raise ValueError(f"{name} has duplicate values, which would waste trials")
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} must have different values, got {values}")
         if "p" in self.space_none:
             raise ValueError("space_none: arms without a rate have no p; tune weight_decay or lr")
         if unmatched := {*self.space_none} ^ ({*self.space} - {"p"}):
@@ -52,27 +55,13 @@ class TuningConfig(BaseModel):
                 f"{', '.join(sorted(unmatched))} must be in both space and space_none: otherwise the arms would differ "
                 "in more than the regularizer"
             )
-        if self.method != "grid":
-            if self.trials is None:
-                raise ValueError(f"trials is missing: set the number of {self.method} trials per arm")
-            for values in (*self.space.values(), *self.space_none.values()):
-                if len(values) != 2 or values[0] >= values[1]:
-                    raise ValueError(f"{self.method} requires ranges of two increasing values, such as [0.05, 0.4]")
-            return self
         ours, none = (math.prod(map(len, space.values())) for space in (self.space, self.space_none))
         if ours != none:
             raise ValueError(
                 f"the grid has {ours} points for arms with a rate and {none} for arms without one: every arm must get "
                 "the same number of trials"
             )
-        if self.trials not in (None, ours):
-            raise ValueError(f"trials={self.trials} does not match the {ours} points of the grid: remove trials")
         return self
-
-    @property
-    def budget(self) -> int:
-        """Number of trials per arm."""
-        return self.trials or math.prod(map(len, self.space.values()))
 
 
 class Trial(BaseModel):
@@ -98,3 +87,70 @@ class Tuning(BaseModel):
     chosen: dict[str, float]
     at_edge: list[str]
     """Settings whose chosen value is at the edge of the search space: a better one may lie outside."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """The search of one arm."""
+
+    config: TuningConfig
+    run: Run
+    """A run of the arm with its configured settings."""
+
+    @property
+    def space(self) -> Mapping[str, list[float]]:
+        """The values of each setting."""
+        space = self.config.space if self.run.arm.p is not None else self.config.space_none
+        return {str(name): values for name, values in space.items()}
+
+    def trials(self) -> list[tuple[dict[str, float], list[Run]]]:
+        """The settings of each point of the grid, and its runs."""
+        points = [dict(zip(self.space, values, strict=True)) for values in itertools.product(*self.space.values())]
+        seeds = range(FIRST_SEED, FIRST_SEED + self.config.seeds)
+        return [
+            (point, [with_settings(self.run, point).model_copy(update={"stage": "tuning", "seed": s}) for s in seeds])
+            for point in points
+        ]
+
+    def runs(self) -> list[Run]:
+        """The runs of all trials."""
+        return [run for _, runs in self.trials() for run in runs]
+
+    def result(self, losses: Mapping[str, float | None]) -> Tuning:
+        """Choose the trial with the lowest mean NLL, given the NLL of each run by its key, None for a failed run.
+
+        A trial with a failed run has no score. If all trials failed, nothing is chosen.
+        """
+        trials = []
+        for settings, runs in self.trials():
+            known = [loss for run in runs if (loss := losses[run.key]) is not None]
+            score = statistics.fmean(known) if len(known) == len(runs) else None
+            trials.append(Trial(settings=settings, score=score))
+        scored = [trial for trial in trials if trial.score is not None]
+        chosen = min(scored, key=lambda trial: trial.score or 0.0).settings if scored else {}
+        return Tuning(
+            method=self.config.method,
+            space=dict(self.space),
+            trials=trials,
+            seeds=list(range(FIRST_SEED, FIRST_SEED + self.config.seeds)),
+            chosen=chosen,
+            at_edge=[
+                name
+                for name, value in chosen.items()
+                if len(self.space[name]) > 1 and value in (min(self.space[name]), max(self.space[name]))
+            ],
+        )
+
+
+def with_settings(run: Run, settings: Mapping[str, float]) -> Run:
+    """Return the run with tuned settings."""
+    arm = {name: value for name, value in settings.items() if name == "p"}
+    own = {name: value for name, value in settings.items() if name == "label_smoothing"}
+    optimizer = {name: value for name, value in settings.items() if name not in (*arm, *own)}
+    return run.model_copy(
+        update={
+            "arm": run.arm.model_copy(update=arm),
+            "optimizer": run.optimizer.model_copy(update=optimizer),
+            **own,
+        }
+    )

@@ -22,7 +22,6 @@ from comparison.analysis import arm_summary, inference, intervals
 from comparison.analysis.inference import RunMetric, difference, holm, minimum_detectable, permutation_p
 from comparison.analysis.schema import Difference
 from comparison.run import metrics
-from comparison.run.record import Record
 
 NUMBERS = st.floats(-50, 50).map(lambda value: round(value, 3))
 
@@ -80,11 +79,6 @@ class TestMetrics:
         assert [b.confidence for b in bins] == sorted(b.confidence for b in bins)
         assert sum(b.count * abs(b.confidence - b.accuracy) for b in bins) / 3 == pytest.approx(found.ece)
 
-    def test_metrics_are_computed_in_double_precision(self) -> None:
-        logits, labels = made_scores(6)
-        assert metrics.score(logits, labels).nll == metrics.score(logits.double(), labels).nll
-        assert metrics.score(1e30 * logits, labels).nll > 1e25
-
     def test_metrics_of_resamples_match_direct_scoring(self) -> None:
         logits, labels = made_scores(7, images=50)
         counts = intervals.resamples(50, 20, 1)
@@ -97,12 +91,6 @@ class TestMetrics:
 
     def test_invalid_logits_raise(self) -> None:
         logits, labels = made_scores(8, images=4)
-        with pytest.raises(ValueError, match=r"got \(4, 7\) and \(3,\)"):
-            metrics.score(logits, labels[:3])
-        with pytest.raises(ValueError, match=r"labels must be in \[0, 6\], got 7 to 7"):
-            metrics.score(logits, torch.full((4,), 7))
-        with pytest.raises(ValueError, match="N >= 1"):
-            metrics.score(logits[:0], labels[:0])
         logits[2, 1] = torch.nan
         with pytest.raises(FloatingPointError, match="logits of 1 of 4 images are not finite"):
             metrics.score(logits, labels)
@@ -164,11 +152,6 @@ class TestCoverage:
             bound = 4.5 * (percent * (100 - percent) * (1 / times + 1 / 2000)) ** 0.5
             assert coverage(method, kind, seeds, times) == pytest.approx(percent, abs=bound), method
 
-    def test_documented_coverage_is_the_highest_of_all_methods(self) -> None:
-        for (kind, _), found in documented().items():
-            assert max(found) == found[-1]
-            assert found[-1] >= {"normal": 95, "skewed": 94, "log-normal": 89}[kind]
-
     @pytest.mark.parametrize("sizes", [(1.0, 1.0, 1.0), (0.1, 2.0, 3.0), (0.02, 4.0, 1.0)])
     @pytest.mark.parametrize("seeds", [4, 8])
     def test_coverage_over_seeds_and_images(self, sizes: tuple[float, float, float], seeds: int) -> None:
@@ -200,18 +183,6 @@ class TestIntervals:
             assert high >= theirs[1] - 1e-6
             assert np.isfinite([low, high]).all()
 
-    @given(DIFFERENCES, st.integers(-100, 100))
-    @settings(max_examples=40)
-    def test_intervals_are_translation_equivariant(self, values: list[float], constant: int) -> None:
-        moved = intervals.over_seeds([value + constant for value in values])
-        assert moved == pytest.approx([limit + constant for limit in intervals.over_seeds(values)], abs=1e-6)
-
-    def test_bootstrap_is_wider_than_the_t_interval_for_skewed_differences(self) -> None:
-        values = np.array([0.0, 0.1, 0.2, 0.1, 3.0, 0.3])
-        low, high = intervals.over_seeds(values)
-        assert low == pytest.approx(student(values)[0])
-        assert high > student(values)[1] + 1
-
     def test_limits_are_at_most_five_times_the_t_interval(self) -> None:
         """With few values, some resamples have almost no spread: uncapped, the limit would be thousands of times wider."""
         values = np.array([0.0, 0.1, 0.2, 0.1, 3.0, 0.3])
@@ -233,32 +204,6 @@ class TestIntervals:
     def test_one_value_is_a_point_and_two_give_the_t_interval(self) -> None:
         assert intervals.over_seeds([0.7]) == intervals.over_both([0.7], np.ones((1, 9))) == (0.7, 0.7)
         assert intervals.over_seeds([0.7, 1.1]) == pytest.approx(student(np.array([0.7, 1.1])))
-
-    def test_resamples_are_deterministic_and_have_the_original_size(self) -> None:
-        counts = intervals.resamples(5, 4, 0)
-        assert (counts.sum(axis=1) == 5).all()
-        intervals.resamples.cache_clear()
-        assert (intervals.resamples(5, 4, 0) == counts).all()
-        assert (intervals.resamples(5, 4, 1) != counts).any()
-
-    def test_ten_thousand_images(self) -> None:
-        rng = np.random.default_rng(0)
-        arms = [{seed: inference.run_metrics(made_record(rng, 10_000)) for seed in range(4)} for _ in range(2)]
-        found = difference(*({seed: run["ece"] for seed, run in arm.items()} for arm in arms))
-        assert found.low_images < found.low < found.high < found.high_images
-        assert arms[0][0]["nll"].resampled_B.shape == (2000,)
-
-
-def made_record(rng: np.random.Generator, images: int) -> Record:
-    confidence = rng.uniform(0.2, 1, images).astype(np.float32)
-    correct = rng.random(images) < confidence
-    kept = {"correct": correct, "confidence": confidence, "nll": rng.exponential(size=images).astype(np.float32)}
-    found = {
-        "accuracy": 100 * correct.mean(),
-        "nll": float(kept["nll"].mean()),
-        "ece": metrics.ece(confidence, correct),
-    }
-    return Record("key", {}, found, kept)  # type: ignore[arg-type]
 
 
 class TestPermutation:
@@ -292,12 +237,6 @@ class TestPermutation:
         # For 30 normal values, the t test has almost the same p; 0.01 is over 10 standard errors of the flips.
         assert permutation_p(values) == pytest.approx(scipy.stats.ttest_1samp(values, 0).pvalue, abs=0.01)
         assert permutation_p(np.ones(30)) == inference.smallest_p(30) == 2 / 100_001
-
-    def test_false_positive_rate_is_5_percent(self) -> None:
-        """About 5 % of 400 tests have p <= 0.05, within 4 standard errors."""
-        rng = np.random.default_rng(1)
-        fraction = np.mean([permutation_p(rng.normal(size=8)) <= 0.05 for _ in range(400)])
-        assert 0.05 - 4 * 0.011 < fraction < 0.05 + 4 * 0.011
 
 
 class TestHolm:
@@ -389,21 +328,6 @@ class TestDifference:
         found = against_zero([5.0])
         assert found.verdict == "cannot be distinguished"
         assert (found.p, found.p_smallest, found.mde, found.seeds_for_half) == (1.0, 1.0, None, None)
-
-    def test_equal_arms_do_not_differ(self) -> None:
-        found = difference(arm([1.0, 2.0, 3.0]), arm([1.0, 2.0, 3.0]))
-        assert (found.low, found.high, found.low_images, found.high_images, found.p) == (0, 0, 0, 0, 1)
-        assert found.verdict == "cannot be distinguished"
-
-    def test_difference_is_deterministic(self) -> None:
-        values = [0.5, -0.2, 0.9, 0.1, 0.4]
-        assert against_zero(values) == against_zero(values)
-
-    def test_holm_correction_covers_the_whole_family(self) -> None:
-        family = [against_zero([1.0, 1.1, 0.9, 1.2, 1.3, shift]) for shift in (1.0, -0.5, -5.0)]
-        adjusted = inference.holm_corrected(family)
-        assert [found.p_holm for found in adjusted] == holm([found.p for found in family])
-        assert [found.p for found in adjusted] == [found.p for found in family]
 
 
 if __name__ == "__main__":

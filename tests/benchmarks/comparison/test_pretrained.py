@@ -14,7 +14,6 @@ pytest.importorskip("timm")
 pytest.importorskip("torchvision")
 pytest.importorskip("sklearn")
 pytest.importorskip("pydantic")
-pytest.importorskip("optuna")
 import timm
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
@@ -53,14 +52,11 @@ class TestPackage:
         assert different == {"classifier.weight", "classifier.bias"}
 
     def test_tensors_of_another_shape_are_named(self) -> None:
-        with pytest.raises(
-            ConfigError,
-            match=r"1 tensors .* do not fit .* 'conv_stem.weight': \(32, 3, 3, 3\) in the package, \(32, 1, 3, 3\) in the model",
-        ):
+        with pytest.raises(ConfigError, match=r"do not fit .*: 296 tensors for 296, other shapes: conv_stem.weight"):
             models.build(Model(name=NAME, pretrained="package"), 9, 1)
 
     def test_a_model_with_more_tensors_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="has 296 tensors, but"):
+        with pytest.raises(ConfigError, match=r"do not fit .*: 296 tensors for \d+"):
             pretrained.load_from_package(timm.create_model("efficientnet_b0"), NAME, 9)
 
 
@@ -81,7 +77,7 @@ class TestErrors:
 
     def test_another_version_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(pretrained, "distribution", lambda _: SimpleNamespace(version="0.2.0"))
-        with pytest.raises(ConfigError, match=r"has version 0.2.0; only 0.1.0 was checked"):
+        with pytest.raises(ConfigError, match=r"has version 0.2.0.\n  install it: "):
             build()
 
 
@@ -108,7 +104,7 @@ class TestLinearProbe:
 
     def test_it_starts_from_the_weights_and_batches_of_none(self, tmp_path: Path) -> None:
         none = RUN.model_copy(update={"arm": Arm(name="none", kind="none")})
-        probe, other = (execute(run, lambda *_: None, tmp_path).outcome for run in (RUN, none))
+        probe, other = (execute(run, tmp_path).outcome for run in (RUN, none))
         assert probe is not None
         assert other is not None
         assert (probe["weights_before"], probe["batches"]) == (other["weights_before"], other["batches"])
@@ -119,7 +115,7 @@ class TestLinearProbe:
 
 
 class TestModelArguments:
-    PEER = Arm(name="peer", kind="peer", call="timm.drop_path_rate()", p=0.4, schedule="none")
+    PEER = Arm(name="peer", kind="peer", call="timm.drop_path_rate(p=0.4)", p=0.4, schedule="none")
 
     def test_timms_argument_drops_where_the_recipe_does(self) -> None:
         """`stochastic_depth` is placed where `drop_path_rate` puts DropPath.
@@ -127,7 +123,7 @@ class TestModelArguments:
         The rates of both are proportional to the index of the block. timm's EfficientNet divides it by the number of
         blocks, 16; most other models of timm, and the recipe, divide it by the index of the last block.
         """
-        recipe = Arm(name="recipe", kind="recipe", call="stochastic_depth()", p=0.4, schedule="none")
+        recipe = Arm(name="recipe", kind="recipe", call="stochastic_depth(p=0.4)", p=0.4, schedule="none")
         model = Model(name=f"timm:{NAME}")
         peer, ours = (at_final_rate(RUN.model_copy(update={"arm": arm, "model": model})) for arm in (self.PEER, recipe))
         assert ours.drop is not None

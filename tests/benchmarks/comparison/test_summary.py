@@ -32,13 +32,13 @@ IMAGES = 400
 NONE = Arm(name="none", kind="none")
 
 
-A = Arm(name="DropBlock", call="DropBlock(block_size=3)", p=0.1, layers=("layer1.*",))
+A = Arm(name="DropBlock", call="DropBlock(p=0.1, block_size=3)", p=0.1, layers=("layer1.*",))
 
 
-B = Arm(name="DropPath", call="DropPath()", p=0.1, layers=("layer2.*",))
+B = Arm(name="DropPath", call="DropPath(p=0.1)", p=0.1, layers=("layer2.*",))
 
 
-AA = Arm(name="DropBlock (p = 0)", call="DropBlock(block_size=3)", p=0.0, layers=("layer1.*",))
+AA = Arm(name="DropBlock (p = 0)", call="DropBlock(p=0.1, block_size=3)", p=0.0, layers=("layer1.*",))
 
 
 OTHER = Arm(name="none (other seeds)", kind="none")
@@ -61,7 +61,7 @@ def record_of(run: Run, shift: float = 0.0, **changed: Any) -> Record:
     nll = np.where(correct, 0.1, 2.0).astype(np.float32)
     active = run.arm.p is not None and run.arm.p > 0
     outcome = Outcome(
-        call=run.arm.call and run.arm.call.replace(")", f", p={run.arm.p})"),
+        call=run.arm.call,
         sites=2 if run.arm.call else 0,
         flags=["a block covers its map"] if run.arm.name == "DropBlock" else [],
         weights_before=f"before {run.seed}",
@@ -77,7 +77,6 @@ def record_of(run: Run, shift: float = 0.0, **changed: Any) -> Record:
         dropped=0.1 + 0.001 * run.seed if active else None,
         realised=[{"name": "layer1.0", "asked": 0.1, "dropped": 0.1 + 0.01 * run.seed}] if active else [],
         changes=[] if run.arm.call else None,
-        mask={"site": "layer1.0", "rows": [[1, 0]]} if active else None,
         accuracy=100 * float(correct.mean()),
         nll=float(nll.mean()),
         ece=metrics.ece(confidence, correct),
@@ -220,7 +219,7 @@ class TestSummary:
         interval = ttest_1samp(dropped, 0).confidence_interval(0.95)
         assert block.dropped == pytest.approx(np.mean(dropped))
         assert block.dropped_half == pytest.approx((interval.high - interval.low) / 2)
-        assert (block.call, block.sites, block.layers) == ("DropBlock(block_size=3, p=0.1)", 2, ["layer1.*"])
+        assert (block.call, block.sites, block.layers) == ("DropBlock(p=0.1, block_size=3)", 2, ["layer1.*"])
         assert (block.asked, block.rate_at_end, block.ramp_end) == (pytest.approx(0.1), pytest.approx(0.1), 17)
         assert block.realised[0].dropped == pytest.approx(0.135)
         assert block.flags == ["a block covers its map"]
@@ -232,12 +231,6 @@ class TestSummary:
         assert sum(b.count for b in block.calibration) == 8 * IMAGES
         assert block.time == Spread(low=1.0, median=1.25, high=1.5)
         assert block.memory is None
-        assert block.mask
-        assert block.mask.rows == [[1, 0]]
-
-    def test_ramp_end_is_none_if_one_run_did_not_reach_it(self, made: Made) -> None:
-        made.change("DropBlock", 2, ramp_end=None)
-        assert arm_of(made.cell(), "DropBlock").ramp_end is None
 
     def test_equal_environments_are_merged(self, made: Made) -> None:
         record = made.record("DropPath", 0)
@@ -317,11 +310,6 @@ class TestTestSets:
             assert arm_of(cell, "DropPath").set_aside == {3: "nan: the loss is nan"}
             assert arm_of(cell, "DropBlock").time == Spread(low=1.0, median=1.25, high=1.5)
 
-    def test_holms_correction_covers_the_arms_of_one_test_set(self, split: Made) -> None:
-        for cell in split.summary().cells:
-            raw = [against(cell, name).p for name in ("DropBlock", "DropPath")]
-            assert [against(cell, name).p_holm for name in ("DropBlock", "DropPath")] == pytest.approx(holm(raw))
-
 
 class TestExcludedPairs:
     def test_a_failed_run_excludes_only_its_pair(self, made: Made) -> None:
@@ -373,12 +361,6 @@ class TestExcludedPairs:
         assert arm_of(cell, "DropBlock").set_aside[1] == "no pair: initial weights or batches differ from none"
         assert "those that differ from none are excluded" in said(cell, "Warning: some runs did not have the same")
 
-    def test_different_test_images_exclude_the_pair(self, made: Made) -> None:
-        record = made.record("DropBlock", 1)
-        images = {name: array[:-1] for name, array in record.images.items()}
-        made.records[record.key] = replace(record, images=images)
-        assert arm_of(made.cell(), "DropBlock").set_aside == {1: "no pair: scored on 399 images instead of 400"}
-
     def test_failed_tuning_runs_are_listed(self, made: Made) -> None:
         run = run_of(B, 50, stage="tuning")
         spec = run.model_dump(mode="json")
@@ -395,46 +377,43 @@ class TestControls:
         assert (controls.unchanged, controls.hooked) == (24, 24)
         assert controls.none_none
         assert controls.none_none["accuracy"].seeds == list(range(8))
-        assert "weights and outputs are bit-identical to none (8 seeds)" in said(made.cell(), "Control: with p = 0")
+        words = [sentence for sentence in made.cell().words if sentence.startswith("Control: ")]
+        assert [sentence.partition("? ")[2] for sentence in words] == [
+            "yes (8 of 8 seeds).",
+            "yes.",
+            "yes.",
+            "yes (24 of 24 runs).",
+        ]
 
     @pytest.mark.parametrize("what", ["weights_after", "outputs"])
     def test_aa_control_detects_a_change(self, made: Made, what: str) -> None:
         made.change("DropBlock (p = 0)", 4, **{what: "others"})
         cell = made.cell()
         assert (cell.controls.aa_equal, cell.controls.aa_seeds) == (7, 8)
-        assert "differ from none in 1 of 8 seeds" in said(cell, "Warning: with p = 0")
-
-    def test_aa_control_uses_only_seeds_that_both_finished(self, made: Made) -> None:
-        made.fail("DropBlock (p = 0)", 0)
-        made.fail("none", 1)
-        assert (made.cell().controls.aa_equal, made.cell().controls.aa_seeds) == (6, 6)
+        assert said(cell, "Warning: Is the arm with p = 0").endswith("? no (7 of 8 seeds).")
 
     def test_changed_models_are_reported(self, made: Made) -> None:
         made.change("DropPath", 0, changes=["eval output with hooks hidden"])
         cell = made.cell()
         assert cell.controls.unchanged == 23
-        assert "in 1 of 24 runs with hooks" in said(cell, "Warning: in 1")
+        assert said(cell, "Warning: Were state_dict").endswith("? no (23 of 24 runs).")
 
     def test_other_seeds_control_is_not_a_mismatch_and_reports_its_interval(self, made: Made) -> None:
         cell = made.cell()
         assert arm_of(cell, "none (other seeds)").set_aside == {}
-        assert said(cell, "Control: none with other seeds").endswith(
-            "the intervals of accuracy, NLL and ECE cover 0, as expected for 19 of 20."
-        )
         for seed in range(8):
             none, other = made.record("none", seed).outcome, made.record("none (other seeds)", seed)
             assert none
             made.change("none (other seeds)", seed, accuracy=none["accuracy"] + 5 + seed / 10)
             made.records[other.key] = replace(made.records[other.key], images=made.record("none", seed).images)
-        sentence = said(made.cell(), "Control: none with other seeds")
-        assert "only the seeds differ, but 0 is outside the interval of accuracy (+5.35 [" in sentence
+        sentence = said(made.cell(), "Warning: Is the difference between none with other seeds")
+        assert "0 is outside the 95 % interval of accuracy +5.35 [" in sentence
 
     def test_missing_controls_are_reported(self, made: Made) -> None:
         made.entries = [entry for entry in made.entries if not entry.control]
         cell = made.cell()
         assert (cell.controls.aa_seeds, cell.controls.none_none) == (0, None)
-        assert said(cell, "The A/A control is missing")
-        assert said(cell, "The control of chance is missing")
+        assert sum(sentence.endswith("? not measured.") for sentence in cell.words) == 2
 
 
 class TestText:
@@ -459,10 +438,6 @@ class TestText:
         assert said(cell, "Accuracy: 1 of 1 pair of regularizers can be told apart, 1 after Holm's correction.")
         assert said(cell, "With 8 pairs, the smallest possible p of the permutation test is 0.0078, or 0.016 after")
         assert said(cell, "The rate of DropBlock and DropPath was fixed in advance, not tuned")
-
-    def test_findings_precede_caveats(self, made: Made) -> None:
-        words = made.cell().words
-        assert words.index(said(made.cell(), "ECE: “")) < words.index(said(made.cell(), "Verdicts are based"))
 
     def test_too_few_seeds_for_significance(self) -> None:
         cell = make(range(6), shifts={"DropPath": 0.1}).cell()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ pytest.importorskip("torchvision")
 pytest.importorskip("sklearn")
 pytest.importorskip("pydantic")
 pytest.importorskip("yaml")
-pytest.importorskip("optuna")
 from comparison.run import checkpoints, training
 from comparison.run.footprint_check import changes, footprint
 from comparison.run.record import Outcome, Record
@@ -28,7 +26,7 @@ SITES = ("layer*.*.bn2",)
 NONE = Arm(name="none", kind="none")
 
 
-DROPBLOCK = Arm(name="DropBlock", call="DropBlock(block_size=3)", p=0.2, layers=SITES)
+DROPBLOCK = Arm(name="DropBlock", call="DropBlock(p=0.2, block_size=3)", p=0.2, layers=SITES)
 
 
 RUN = Run(
@@ -49,7 +47,7 @@ def one_thread() -> Iterator[None]:
 
 
 def made(folder: Path, **changes: Any) -> Record:
-    return execute(RUN.model_copy(update=changes), lambda *_: None, folder)
+    return execute(RUN.model_copy(update=changes), folder)
 
 
 def outcome_of(folder: Path, **changes: Any) -> Outcome:
@@ -77,9 +75,6 @@ class TestPairs:
         for what in ("weights_before", "batches", "first_loss", "train_images", "scored_images"):
             assert other[what] == none[what]  # type: ignore[literal-required]
         assert other["weights_after"] != none["weights_after"]
-
-    def test_every_epoch_has_its_own_order(self, none: Outcome) -> None:
-        assert len(set(none["batches"])) == RUN.epochs
 
     def test_other_seeds_have_other_weights_and_batches(self, none: Outcome, tmp_path: Path) -> None:
         other = outcome_of(tmp_path, seed=4)
@@ -119,18 +114,6 @@ class TestOutcome:
         assert outcome["dropped"] == pytest.approx(outcome["asked"], abs=0.015)
         assert [site["name"] for site in outcome["realised"]] == [f"layer{i}.0.bn2" for i in (1, 2, 3, 4)]
 
-    def test_the_mask_is_binary_and_names_its_site(self, dropblock: Record) -> None:
-        assert dropblock.outcome is not None
-        mask = dropblock.outcome["mask"]
-        assert mask is not None
-        assert mask["site"] == "layer1.0.bn2"
-        assert {value for row in mask["rows"] for value in row} <= {0, 1}
-
-    def test_scores_of_every_image(self, dropblock: Record) -> None:
-        assert dropblock.outcome is not None
-        assert {len(values) for values in dropblock.images.values()} == {dropblock.outcome["scored_images"]} == {797}
-        assert dropblock.outcome["accuracy"] == pytest.approx(100 * dropblock.images["correct"].mean())
-
     def test_hooks_do_not_change_the_model(self, none: Outcome, dropblock: Record) -> None:
         assert none["changes"] is None
         assert dropblock.outcome is not None
@@ -151,34 +134,24 @@ class TestOutcome:
         ]
 
     def test_flags_contain_the_warnings_of_the_plan(self, tmp_path: Path) -> None:
-        covering = DROPBLOCK.model_copy(update={"call": "DropBlock(block_size=7)"})
+        covering = DROPBLOCK.model_copy(update={"call": "DropBlock(p=0.2, block_size=7)"})
         flags = outcome_of(tmp_path, arm=covering, max_steps=2)["flags"]
         assert any("covers the whole 4x4 map" in flag for flag in flags)
 
     def test_regularizers_that_drop_nothing_have_no_fraction(self, tmp_path: Path) -> None:
-        noise = outcome_of(tmp_path, arm=Arm(name="n", call="GaussianNoise()", p=0.1, layers=SITES), max_steps=2)
+        noise = outcome_of(tmp_path, arm=Arm(name="n", call="GaussianNoise(std=0.1)", p=0.1, layers=SITES), max_steps=2)
         assert (noise["asked"], noise["dropped"], noise["realised"], noise["sites"]) == (None, None, [], 4)
 
     def test_cutout_has_a_dropped_fraction_but_no_target(self, tmp_path: Path) -> None:
-        cutout = outcome_of(tmp_path, arm=Arm(name="c", call="Cutout(size=2)", p=1.0, layers=SITES), max_steps=2)
+        cutout = outcome_of(tmp_path, arm=Arm(name="c", call="Cutout(p=1.0, size=2)", p=1.0, layers=SITES), max_steps=2)
         assert (cutout["asked"], cutout["realised"]) == (None, [])
         assert cutout["dropped"]
-
-    def test_mask_skips_sites_at_rate_0(self, tmp_path: Path) -> None:
-        depth = Arm(name="d", kind="recipe", call="stochastic_depth()", p=0.5)
-        mask = outcome_of(tmp_path, arm=depth, max_steps=2)["mask"]
-        assert mask is not None
-        assert mask["site"] == "layer2.0.bn2"
 
     def test_tuning_runs_are_scored_on_validation_images(self, tmp_path: Path) -> None:
         record = made(tmp_path, stage="tuning")
         assert record.outcome is not None
         assert record.outcome["scored_images"] == 40
         assert record.outcome["nll"] == pytest.approx(record.outcome["validation"][-1]["nll"])
-
-    def test_records_contain_versions_and_the_spec(self, dropblock: Record) -> None:
-        assert Run.model_validate(dropblock.spec).key == dropblock.key
-        assert dropblock.environment["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
 
 
 class TestSettings:
@@ -191,12 +164,6 @@ class TestSettings:
         assert outcome["first_loss"] == pytest.approx(none["first_loss"], rel=0.02)
         assert outcome["first_loss"] != none["first_loss"]
 
-    def test_sgd_with_step_decay(self, none: Outcome, tmp_path: Path) -> None:
-        sgd = Optimizer(name="SGD", lr=0.05, weight_decay=1e-4, decay="steps")
-        outcome = outcome_of(tmp_path, optimizer=sgd)
-        assert outcome["first_loss"] == none["first_loss"]
-        assert outcome["weights_after"] != none["weights_after"]
-
     def test_a_nonfinite_loss_raises(self, tmp_path: Path) -> None:
         with pytest.raises(FloatingPointError, match=r"the loss of optimizer step \d+ \(epoch 1\) is (nan|inf)"):
             outcome_of(tmp_path, optimizer=Optimizer(name="SGD", lr=1e30))
@@ -206,39 +173,29 @@ class TestCheckpoints:
     @pytest.mark.parametrize("arm", [NONE, DROPBLOCK], ids=["none", "DropBlock"])
     def test_a_resumed_run_is_bit_identical(self, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
-        run, heard = RUN.model_copy(update={"arm": arm, "epochs": 6}), []
+        run, saved = RUN.model_copy(update={"arm": arm, "epochs": 6}), []
+        save = checkpoints.Checkpoint.save
 
-        def interrupted(step: int, steps: int, loss: float) -> None:
-            assert math.isfinite(loss)
-            heard.append((step, steps))
-            if len(heard) == 4:
+        def interrupted(checkpoint: checkpoints.Checkpoint, epoch: int, history: Any) -> None:
+            saved.append(epoch)
+            if saved == [1, 2, 3, 4]:
                 raise KeyboardInterrupt
+            save(checkpoint, epoch, history)
 
+        monkeypatch.setattr(checkpoints.Checkpoint, "save", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            execute(run, interrupted, tmp_path)
-        assert len(list(tmp_path.glob("*.pt"))) == 1
-        resumed = execute(run, lambda step, steps, loss: heard.append((step, steps)), tmp_path)
-        # The fourth epoch was interrupted before its checkpoint.
-        assert heard == [(2 * epoch, 12) for epoch in (1, 2, 3, 4, 4, 5, 6)]
+            execute(run, tmp_path)
+        resumed = execute(run, tmp_path)
+        assert saved == [1, 2, 3, 4, 4]
         assert list(tmp_path.glob("*.pt")), "the checkpoint is kept until the record is stored"
         checkpoints.delete(tmp_path, run.key)
         assert not list(tmp_path.iterdir())
-        whole = execute(run, lambda *_: None, tmp_path / "whole")
+        whole = execute(run, tmp_path / "whole")
         assert resumed.outcome == whole.outcome
 
-    def test_a_truncated_checkpoint_is_ignored(self, none: Outcome, tmp_path: Path) -> None:
-        (tmp_path / f"{RUN.key}.pt").write_bytes(b"torn")
-        assert outcome_of(tmp_path) == none
-
-    def test_a_corrupted_checkpoint_is_ignored(
-        self, none: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
-        outcome_of(tmp_path)
-        (path,) = tmp_path.glob("*.pt")
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+    @pytest.mark.parametrize("content", [b"", b"torn", b"PK\x03\x04 torn"])
+    def test_a_damaged_checkpoint_is_ignored(self, none: Outcome, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / f"{RUN.key}.pt").write_bytes(content)
         assert outcome_of(tmp_path) == none
 
     def test_measured_epochs_are_not_checkpointed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
