@@ -6,13 +6,10 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hookdrop import (
-    HookdropWarning,
     MixStyle,
-    ShapeError,
-    inject,
 )
 from hookdrop.regularizers.styles import symmetric_beta
 from tests.support.tensors import styled, within
@@ -49,15 +46,6 @@ class TestMixStyle:
             torch.testing.assert_close(ours, theirs)
         assert mixed or torch.equal(found, x)
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_low_precision_rounds_only_the_result(self, dtype: torch.dtype) -> None:
-        """Statistics in float16 would lose a variance of 1e-6, and have a relative error of 1/2,000 in the mean."""
-        x = styled(dtype=dtype)
-        torch.manual_seed(3)
-        found = MixStyle(1.0)(x)
-        torch.manual_seed(3)
-        torch.testing.assert_close(found, MixStyle(1.0)(x.float()).to(dtype), rtol=0, atol=0)
-
     def test_whole_batches_are_mixed_with_probability_p(self) -> None:
         x = styled()
         changed = torch.tensor([(MixStyle(0.3, alpha=5.0)(x) != x).flatten(1).any(1).sum() for _ in range(3000)])
@@ -93,39 +81,3 @@ class TestMixStyle:
             return (x - x.mean((2, 3), keepdim=True)) / x.std((2, 3), keepdim=True)
 
         torch.testing.assert_close(normed(MixStyle(1.0)(x)), normed(x), rtol=1e-4, atol=1e-4)
-
-    def test_unmixed_batches_are_bitwise_unchanged(self) -> None:
-        x = styled() * 1e4 + 0.1
-        outputs = [MixStyle(0.2)(x) for _ in range(50)]
-        assert sum(torch.equal(y, x) for y in outputs) > 25
-
-    def test_a_batch_of_one_warns(self) -> None:
-        model, x = nn.Sequential(nn.Identity()), styled(1)
-        inject(model, MixStyle(1.0), layers="0")
-        with pytest.warns(HookdropWarning, match="a batch of one sample has a single style"):
-            y = model(x)
-        torch.testing.assert_close(y, x)
-
-    @pytest.mark.parametrize(
-        ("shape", "says"),
-        [
-            ((8, 4, 1, 1), "a 1x1 map has no standard deviation"),
-            ((8, 197, 384), "TokenDropout"),
-            ((8, 4), r"Dropout\(p"),
-        ],
-    )
-    def test_unsupported_shapes_raise(self, shape: tuple[int, ...], says: str) -> None:
-        with pytest.raises(ShapeError, match=says):
-            MixStyle()(torch.ones(shape))
-
-    @pytest.mark.parametrize("alpha", [0, -1, float("nan"), float("inf"), "a", None])
-    def test_invalid_alpha_raises(self, alpha: object) -> None:
-        with pytest.raises((ValueError, TypeError), match="MixStyle: alpha must be"):
-            MixStyle(0.5, alpha)
-
-    def test_constant_maps_stay_finite(self) -> None:
-        x = torch.full((4, 2, 3, 3), 7.0, requires_grad=True)
-        y = MixStyle(1.0)(x)
-        y.sum().backward()
-        torch.testing.assert_close(y, x)
-        assert x.grad.isfinite().all()
