@@ -167,15 +167,6 @@ def test_state_dict_without_rates() -> None:
     assert again.step_count == 3
 
 
-def test_loading_rates_out_of_range_changes_nothing() -> None:
-    drop = inject(model := pair(), Dropout(0.3), layers="*.0", p_scale={"0.0": 2.0})
-    before = drop.state_dict()
-    with pytest.raises(StateError, match="must lie in"):
-        drop.load_state_dict(changed(before, target_p=[0.9, 0.9], step_count=77, enabled=False))
-    assert drop.state_dict() == before
-    assert len(find(model)) == 1
-
-
 def test_loading_rates_for_sites_without_a_rate_raises() -> None:
     drop = inject(model := pair(), torch.relu, layers="*.0")
     saved = changed(drop.state_dict(), target_p=[0.1, 0.1])
