@@ -7,14 +7,6 @@ import torch
 from torch import nn
 
 from hookdrop import DropBlock, Dropout, DropPath, Regularizer, plan
-from tests.support.models import Small
-
-
-def test_drop_path_on_whole_blocks_warns(model: Small, images: torch.Tensor) -> None:
-    drafted = plan(model, DropPath(0.1), layers="layer1.*", example_input=images)
-    (warning,) = [text for text in drafted.warnings if "whole residual block" in text]
-    assert warning.startswith("DropPath at 'layer1.0': the output includes the input")
-    assert warning.endswith("such as attn, mlp or bn3. (and 1 more site like it)")
 
 
 @pytest.mark.parametrize("regularizer", [DropBlock(0.95, 3), DropPath(0.8)])

@@ -56,15 +56,6 @@ def test_a_sample_without_real_tokens_gets_no_noise() -> None:
     assert torch.equal(neftune(x, 5.0, torch.zeros(2, 6)), x)
 
 
-def test_a_hook_reads_the_attention_mask_of_the_call() -> None:
-    model = TokenModel()
-    inject(model, NEFTune(5, attention_mask=True), layers="embed")
-    before = model.embed.weight[IDS]
-    changed = (model(IDS, attention_mask=MASK) != before).any(-1)
-    assert torch.equal(changed, MASK == 1)
-    assert (model(IDS) != before).any(-1).all(), "a call without a mask has no padding"
-
-
 def test_an_attention_mask_of_another_shape_raises() -> None:
     model = TokenModel()
     inject(model, NEFTune(5, attention_mask=True), layers="embed")
