@@ -163,17 +163,6 @@ def test_counts_are_equal(case: tuple[Tensor, Blocks, Tensor, Tensor], count: in
 
 
 @needs_kernel
-@pytest.mark.parametrize("width", [63, 64, 65, 127, 128, 129, 300])
-@pytest.mark.parametrize("edge", [1, 5, 63, 64, 65, 128, 300])
-def test_counts_of_wide_maps(width: int, edge: int) -> None:
-    """Blocks that start, end and continue across 64-bit words."""
-    blocks = Blocks(2, 3, (3, width), (2, min(edge, width)))
-    for density in (0.01, 0.3):
-        seeds = some_seeds(blocks, density)
-        assert torch.equal(counts(seeds, blocks), blocks.counts(blocks.rows(seeds)))
-
-
-@needs_kernel
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -252,15 +241,6 @@ def test_dropout_is_bitwise_equal(memory_format: torch.memory_format, dtype: tor
         return y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y))
 
     same_with_and_without_loops(run, count)
-
-
-@needs_kernel
-def test_per_sample_scales_of_non_contiguous_samples() -> None:
-    x = torch.randn(3, 4, 5, 5).transpose(0, 1)
-    dropped = torch.empty_like(x, dtype=torch.bool).copy_(torch.rand(x.shape) < 0.3)
-    assert dropped.stride() == x.stride()
-    scale = torch.arange(1.0, 5.0).view(4, 1, 1, 1)
-    assert torch.equal(masking.apply_mask_no_grad(x, dropped, scale), torch.where(dropped, 0, x * scale))
 
 
 class TrivialSubclass(Tensor):
@@ -388,18 +368,6 @@ def test_subclass_and_its_gradient_have_the_same_mask(wrap: Callable[[torch.Tens
     y = drop_block(x, 0.1, 7)
     (gradient,) = torch.autograd.grad(y, x, torch.ones(x.shape))
     assert torch.equal(torch.as_tensor(gradient) == 0, torch.as_tensor(y) == 0)
-
-
-@needs_kernel
-def test_backward_works_after_a_forward_under_a_dispatch_mode() -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    x = torch.ones(32, 64, 28, 28, requires_grad=True)
-    with FlopCounterMode(display=False):
-        y = drop_block(x, 0.1, 7)
-    y.sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad == 0, y == 0)
 
 
 @needs_kernel

@@ -189,12 +189,6 @@ def test_memory_formats_have_the_same_masks(per_channel: bool) -> None:
         torch.testing.assert_close(result, results[0], rtol=1e-6, atol=0)
 
 
-def test_nan_and_infinity_are_dropped() -> None:
-    y = drop_block(torch.full((4, 8, 7, 7), math.nan, device=DEVICE), 0.5, 3)
-    assert 0 < (y == 0).sum() < y.numel()
-    assert drop_block(torch.full((2, 3, 7, 7), math.inf, device=DEVICE), 1.0, 3).count_nonzero() == 0
-
-
 def test_the_random_state_is_that_of_pytorch() -> None:
     """`manual_seed` determines the masks, calls differ, and a checkpoint replays them."""
     x = torch.ones(2, 8, 14, 14, device=DEVICE, requires_grad=True)
