@@ -495,7 +495,7 @@ def _() -> None:
         torch.compile(model, backend="eager")(torch.zeros(2, 8))
 
 
-case("torch.fx of a hooked block", lambda: torch.fx.symbolic_trace(nn.Sequential(hooked(mlp()))))
+case("torch.fx of a hooked block", lambda: torch.fx.symbolic_trace(hooked(nn.Sequential(mlp()))))
 
 
 # --- training
