@@ -258,20 +258,6 @@ def test_optimizer_steps_do_not_traverse_models() -> None:
     assert not any(part is own for part in traversed for own in model.modules())
 
 
-def test_hooked_weight_average_does_not_warn() -> None:
-    model, average = mlp(), mlp().eval()
-    drop = inject(average, Dropout(0.5), layers="0")
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    for _ in range(30):
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        with torch.no_grad():
-            for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
-                mine.lerp_(theirs, 0.1)
-    with drop.sampling():
-        average(torch.ones(2, 8))
-
-
 def test_eval_mode_warning_names_all_sites() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).eval()
     model[1].train()

@@ -293,13 +293,6 @@ class TestNoLeaks:
         # Following an optimizer must not leave wrappers of `torch.compiler.disable` behind.
         assert not any(type(thing).__name__ == "DisableContext" for thing in gc.get_objects())
 
-    def test_follow_a_deleted_optimizer(self, model: nn.Sequential) -> None:
-        for _ in range(100):
-            drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4))
-            drop.follow(torch.optim.SGD(model.parameters(), 0.01))
-            drop._states[0].warned_kinds.add("optimizer_gone")
-            drop.remove()
-
 
 def test_removed_hooks_are_freed_without_garbage_collection() -> None:
     """They are not part of a reference cycle."""

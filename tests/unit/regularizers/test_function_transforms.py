@@ -204,27 +204,6 @@ def test_example_input_in_a_context(name: str) -> None:
     assert not model[1].running_mean.is_inference()
 
 
-@ALL
-def test_model_on_the_meta_device(case: Case) -> None:
-    """Hooked and run on the meta device, then materialized and trained."""
-    with torch.device("meta"):
-        model, x = case.model(), case.input()
-    schedule = LinearSchedule(4) if case.has_rate else None
-    example = None if isinstance(case.regularizer, HeadDropout) else x  # these layers have no heads
-    drop = inject(model, case.regularizer, layers=SITES, schedule=schedule, example_input=example)
-    drop.seek(4)
-    y = model(x)
-    y.sum().backward()
-    assert (y.device.type, y.shape) == ("meta", x.shape)
-    model.zero_grad()
-    model.to_empty(device="cpu")
-    for p in model.parameters():
-        nn.init.normal_(p)
-    x = case.input()
-    assert all(gradient.isfinite().all() for gradient in trained(model, x))
-    assert case.in_backward or not case.draws or not all(torch.equal(model(x), model(x)) for _ in range(20))
-
-
 def test_measuring_on_the_meta_device_raises() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4))
