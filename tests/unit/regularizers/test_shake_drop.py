@@ -1,4 +1,4 @@
-"""ShakeDrop against the formula of its paper, and the distribution of its factors."""
+"""ShakeDrop against the formula of its paper."""
 
 from __future__ import annotations
 
