@@ -13,16 +13,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    Injection,
-    InjectionError,
-    LinearSchedule,
-    Regularizer,
-    find,
-    inject,
-)
+from hookdrop import DropBlock, Dropout, Injection, InjectionError, LinearSchedule, Regularizer, find, inject
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.recipes.base import Recipe, RecipeSite
 from tests.support.injections import half_ramped

@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    Dropout,
-    GaussianDropout,
-    InjectionError,
-    find,
-    inject,
-    without_hooks,
-)
+from hookdrop import Dropout, GaussianDropout, InjectionError, find, inject, without_hooks
 from tests.support.models import ROWS, pair
 from tests.support.tensors import zeroed
 

@@ -10,13 +10,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    GaussianNoise,
-    ShapeError,
-    inject,
-)
+from hookdrop import DropBlock, Dropout, GaussianNoise, ShapeError, inject
 from tests.support.regularizers import DERIVING, EVERY, Case
 
 ALL = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)

@@ -10,14 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    Dropout,
-    LinearSchedule,
-    StateError,
-    find,
-    inject,
-    without_hooks,
-)
+from hookdrop import Dropout, LinearSchedule, StateError, find, inject, without_hooks
 from hookdrop.hooks.registry import hooks_of
 from tests.support.models import ROWS, mlp, pair
 from tests.support.training import sgd

@@ -8,16 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    HookdropWarning,
-    InjectionError,
-    LambdaSchedule,
-    LinearSchedule,
-    find,
-    inject,
-)
+from hookdrop import DropBlock, Dropout, HookdropWarning, InjectionError, LambdaSchedule, LinearSchedule, find, inject
 from tests.support.injections import layer
 from tests.support.models import ROWS, Small, pair
 from tests.support.tensors import X, zeroed

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    InjectionError,
-    LinearSchedule,
-    inject,
-)
+from hookdrop import DropBlock, Dropout, InjectionError, LinearSchedule, inject
 from tests.support.models import Small
 
 

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    AlphaDropout,
-    Dropout,
-    DropPath,
-    GaussianDropout,
-    GaussianNoise,
-)
+from hookdrop import AlphaDropout, Dropout, DropPath, GaussianDropout, GaussianNoise
 from hookdrop.regularizers import rows_alone
 from tests.support.regularizers import FORWARD, OWN
 

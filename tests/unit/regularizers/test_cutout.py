@@ -8,9 +8,7 @@ import math
 import pytest
 import torch
 
-from hookdrop import (
-    Cutout,
-)
+from hookdrop import Cutout
 from tests.support.tensors import within
 
 
