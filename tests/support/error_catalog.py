@@ -48,6 +48,7 @@ from hookdrop import (
 )
 from hookdrop.cli import main
 from hookdrop.kernels import triton_dropblock
+from tests.support.models import from_timm, from_torchvision
 
 IMAGES = torch.zeros(2, 3, 16, 16)
 CASES: list[tuple[str, Callable[[], Any]]] = []
@@ -290,23 +291,24 @@ def _() -> None:
     model.layer(torch.zeros(4, 8), settings=object())
 
 
-@case("heads that attention does not have")
-def _() -> None:
-    import timm
-
-    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
-    inject(model, HeadDropout(p=0.1, heads=4), layers="blocks.0.attn.proj", example_input=torch.rand(1, 3, 32, 32))
-
-
-@case("tokens removed before rotary embeddings")
-def _() -> None:
-    import timm
-
-    model = timm.create_model("eva02_tiny_patch14_224", depth=1, img_size=56)
-    tokens = TokenDropout(p=0.5, remove=True)
-    inject(model, tokens, layers="pos_drop", example_input=torch.randn(1, 3, 56, 56))
-
-
+case(
+    "heads that attention does not have",
+    lambda: inject(
+        from_timm("vit_tiny_patch16_224", depth=1, img_size=32)(),
+        HeadDropout(p=0.1, heads=4),
+        layers="blocks.0.attn.proj",
+        example_input=torch.rand(1, 3, 32, 32),
+    ),
+)
+case(
+    "tokens removed before rotary embeddings",
+    lambda: inject(
+        from_timm("eva02_tiny_patch14_224", depth=1, img_size=56)(),
+        TokenDropout(p=0.5, remove=True),
+        layers="pos_drop",
+        example_input=torch.randn(1, 3, 56, 56),
+    ),
+)
 case(
     "a batch norm in a branch that runs on part of the batch",
     lambda: inject(ResNet(), DropPath(p=0.1, mode="subset"), layers="layer1.*"),
@@ -338,8 +340,6 @@ case(
         nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8)
     ),
 )
-
-
 case("a rate that looks like keep_prob", lambda: inject(ResNet(), DropBlock(p=0.9, block_size=3), layers="layer1.*"))
 case("an int for p", lambda: DropBlock(7))
 case(
@@ -690,14 +690,12 @@ case(
         torch.ones(2, 8)
     ),
 )
-
-
-@case("equal Monte Carlo samples")
-def _() -> None:
-    model = OutputDict()
-    inject(model, Dropout(p=0.5), layers="unused").predict(torch.ones(2, 8), output=lambda out: out["out"])
-
-
+case(
+    "equal Monte Carlo samples",
+    lambda: inject(_model := OutputDict(), Dropout(p=0.5), layers="unused").predict(
+        torch.ones(2, 8), output=lambda out: out["out"]
+    ),
+)
 case(
     "predicting with hooks that only edit gradients",
     lambda: inject(_model := mlp(), ClipActivationGrad(max_norm=1.0), layers="0").predict(torch.ones(2, 8)),
@@ -707,17 +705,16 @@ case(
 # --- saving
 
 
-@case("the state of other sites")
-def _() -> None:
-    (_model, drop), other = injected(), ResNet()
-    drop.load_state_dict(inject(other, DropBlock(p=0.1), layers="layer1.*").state_dict())
-
-
-@case("the state of other sites, not strict")
-def _() -> None:
-    (_model, drop), other = injected(), ResNet()
-    state = inject(other, DropBlock(p=0.1), layers="layer1.*.bn1").state_dict()
-    drop.load_state_dict(state, strict=False)
+case(
+    "the state of other sites",
+    lambda: handle().load_state_dict(inject(_model := ResNet(), DropBlock(p=0.1), layers="layer1.*").state_dict()),
+)
+case(
+    "the state of other sites, not strict",
+    lambda: handle().load_state_dict(
+        inject(_model := ResNet(), DropBlock(p=0.1), layers="layer1.*.bn1").state_dict(), strict=False
+    ),
+)
 
 
 @case("the states of other injections")
@@ -825,27 +822,15 @@ def _() -> None:
     inject(model, recipes.dropblock_resnet())
 
 
-@case("dropblock_resnet of a traced model")
-def _() -> None:
-    import torchvision
-
-    inject(torch.fx.symbolic_trace(torchvision.models.resnet18()), recipes.dropblock_resnet())
-
-
-@case("dropblock_unet of a classifier")
-def _() -> None:
-    import torchvision
-
-    inject(torchvision.models.resnet18(), recipes.dropblock_unet())
-
-
-@case("stochastic_depth of a model that has it")
-def _() -> None:
-    import timm
-
-    inject(timm.create_model("test_vit", drop_path_rate=0.1), recipes.stochastic_depth())
-
-
+case(
+    "dropblock_resnet of a traced model",
+    lambda: inject(torch.fx.symbolic_trace(from_torchvision("resnet18")()), recipes.dropblock_resnet()),
+)
+case("dropblock_unet of a classifier", lambda: inject(from_torchvision("resnet18")(), recipes.dropblock_unet()))
+case(
+    "stochastic_depth of a model that has it",
+    lambda: inject(from_timm("test_vit", drop_path_rate=0.1)(), recipes.stochastic_depth()),
+)
 case(
     "residual_dropout of a model that has dropout",
     lambda: inject(nn.Sequential(Decoder()), recipes.residual_dropout(), example_input=torch.randn(2, 4, 8)),
@@ -859,14 +844,14 @@ def _() -> None:
     inject(model, recipes.neftune())
 
 
-@case("patch_dropout of a model without patches in a sequence")
-def _() -> None:
-    import timm
-
-    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1))
-    inject(model, recipes.patch_dropout(p=0.5), example_input=torch.randn(1, 3, 224, 224))
-
-
+case(
+    "patch_dropout of a model without patches in a sequence",
+    lambda: inject(
+        from_timm("swin_tiny_patch4_window7_224", depths=(1, 1))(),
+        recipes.patch_dropout(p=0.5),
+        example_input=torch.randn(1, 3, 224, 224),
+    ),
+)
 case(
     "a recipe for a model without residual branches",
     lambda: inject(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), recipes.stochastic_depth(), example_input=IMAGES),
@@ -892,8 +877,6 @@ case(
         example_input=torch.ones(2),
     ),
 )
-
-
 case(
     "set_dropout without an example input",
     lambda: inject(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), recipes.set_dropout(p=0.2)),
@@ -909,10 +892,15 @@ def _() -> None:
     inject(nn.Sequential(nn.Dropout(0.1), Head()), recipes.set_dropout(p=0.2), example_input=torch.ones(2))
 
 
-@case("set_dropout with a schedule beyond 1")
-def _() -> None:
-    schedule = LinearSchedule(steps=10, end=2.0)
-    inject(nn.Sequential(nn.Dropout(0.1)), recipes.set_dropout(p=0.6), schedule=schedule, example_input=torch.ones(2))
+case(
+    "set_dropout with a schedule beyond 1",
+    lambda: inject(
+        nn.Sequential(nn.Dropout(0.1)),
+        recipes.set_dropout(p=0.6),
+        schedule=LinearSchedule(steps=10, end=2.0),
+        example_input=torch.ones(2),
+    ),
+)
 
 
 @case("a schedule of rates that changed again")
