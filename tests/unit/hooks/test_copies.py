@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from hookdrop import DropBlock, Dropout, Injection, InjectionError, LinearSchedule, Regularizer, find, inject
 from hookdrop.hooks.hook import SiteHook
@@ -46,14 +45,6 @@ def test_copied_submodule_has_only_its_own_hooks(model: Small, drop: Injection) 
     part = copy.deepcopy(model.layer1[0])
     assert [site.name for site in next(iter(find(part))).sites] == ["layer1.0"]
     assert sum(1 for _ in part.modules()) == sum(1 for _ in model.layer1[0].modules())
-
-
-def test_averaged_model_is_deterministic_inside_disabled(model: Small, drop: Injection, images: torch.Tensor) -> None:
-    """AveragedModel copies the model in training mode, so it is stochastic by default."""
-    averaged = AveragedModel(model)
-    assert not torch.equal(averaged(images), averaged(images))
-    with find(averaged).disabled():
-        assert torch.equal(averaged(images), averaged(images))
 
 
 @dataclass(frozen=True)
