@@ -23,7 +23,6 @@ from hookdrop import (
 )
 from tests.support.injections import layer
 from tests.support.models import ROWS, Small, pair
-from tests.support.tensors import X
 
 
 class TestContexts:
@@ -114,19 +113,6 @@ class TestSampling:
             pass
         with drop.sampling(p=0.3):
             pass
-
-    def test_sampling_at_an_invalid_rate_raises(self) -> None:
-        _, drop = layer()
-        with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got 1.5"), drop.sampling(p=1.5):
-            pass
-        assert drop.p == 0.5
-
-    def test_sampling_in_inference_mode(self) -> None:
-        model, drop = layer()
-        model.eval()
-        with drop.sampling(), torch.inference_mode(), drop.recording(last=0) as m:
-            model(X)
-        assert m.totals.dropped == pytest.approx(0.5, abs=0.02)
 
 
 class TestUnits:

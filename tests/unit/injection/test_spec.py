@@ -205,26 +205,19 @@ class TestRoundTrip:
 
 
 class TestErrors:
+    """`inject` makes a spec of its arguments: test_resolve.py has those that it refuses."""
+
     @pytest.mark.parametrize(
         ("settings", "says"),
         [
-            ({"regularizer": "Dropout(p=0.1)"}, "`layers` is missing"),
-            ({"regularizer": "Dropuot(p=0.1)", "layers": "0"}, "did you mean: Dropout"),
             ({"regularizer": {"0": "Dropuot(p=0.1)"}}, "did you mean: Dropout"),
-            ({"regularizer": "Dropout(p=2)", "layers": "0"}, "got 2"),
             (DROPOUT | {"schedule": "LinearSchedul(steps=3)"}, "did you mean: LinearSchedule"),
             (DROPOUT | {"schedule": "LinearSchedule(step=3)"}, "signature: LinearSchedule"),
-            (DROPOUT | {"schedule": 0.5}, "write: schedule=LinearSchedule"),
-            (DROPOUT | {"layers": ""}, "`layers` contains an empty name"),
             (DROPOUT | {"regularizer": "LinearSchedule(steps=3)"}, "is a schedule, not a regularizer"),
             (DROPOUT | {"layers": [0]}, "names are strings: write '0'"),
             (DROPOUT | {"exclude": 1.5}, "`exclude` contains 1.5"),
-            (DROPOUT | {"at": "inptu"}, "at must be one of"),
             (DROPOUT | {"tensor": 1.5}, "tensor must be"),
-            (DROPOUT | {"p_scale": "linear"}, "p_scale must be"),
-            (DROPOUT | {"name": "a/b"}, "name must be"),
             (DROPOUT | {"portable": "false"}, "portable must be"),
-            (DROPOUT | {"on_existing": "keep"}, "on_existing must be"),
             ({"regularizer": {0: "Dropout(p=0.1)"}}, "names are strings: write '0'"),
             ({"regularizer": "stochastic_dept(p=0.1)"}, "did you mean: stochastic_depth"),
             ({"regularizer": "set_dropout(q=0.1)"}, "signature: set_dropout"),
