@@ -277,8 +277,6 @@ def test_schedule_that_is_not_advancing_warns_under_other_optimizers() -> None:
     with pytest.warns(HookdropWarning, match="its schedule is not advancing") as caught:
         train(60)
     assert len(caught) == 1
-    (hook,) = drop._sinks
-    assert hook.listeners == ()
 
 
 def test_first_site_in_eval_mode_does_not_hide_a_schedule_that_is_not_advancing() -> None:
