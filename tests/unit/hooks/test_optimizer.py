@@ -262,7 +262,7 @@ class OtherOptimizer:
 
 def test_schedule_that_is_not_advancing_warns_under_other_optimizers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
+    inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
     optimizer = OtherOptimizer(model.parameters())
 
     def train(steps: int, accumulate: int = 1) -> None:
