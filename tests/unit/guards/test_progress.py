@@ -196,6 +196,14 @@ class TestSchedules:
         assert drop.check() == []
         drop.metrics()
 
+    def test_rebuilt_optimizer_warns_at_its_first_step(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
+        drop.follow(torch.optim.SGD(model.parameters(), 0.1))
+        gc.collect()
+        with pytest.warns(HookdropWarning, match="the optimizer that it followed no longer exists"):
+            optimize(model, 1)
+
 
 class TestHealthyTrainings:
     @pytest.fixture(autouse=True)
@@ -264,3 +272,17 @@ def test_eval_mode_warning_names_all_sites() -> None:
     inject(model, Dropout(0.1), layers="*")
     with pytest.warns(HookdropWarning, match="'dropout': '0', '2' only ran in eval mode"):
         optimize(model, 2 * UPDATES_BEFORE_WARNING)
+
+
+def test_hooked_weight_average_does_not_warn() -> None:
+    model, average = mlp(), mlp().eval()
+    drop = inject(average, Dropout(0.5), layers="0")
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(30):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+    with drop.sampling():
+        average(torch.ones(2, 8))

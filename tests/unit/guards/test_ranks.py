@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hookdrop import Dropout, inject, seed_per_rank
@@ -191,3 +192,33 @@ def test_check_knows_the_seed_of_a_rank_that_has_drawn_a_mask(images: torch.Tens
         models[1](images)
     with acting_as(0, store):
         assert any("ranks 0 and 1 draw identical masks" in problem for problem in drops[0].check())
+
+
+class CountingStore(dist.Store):
+    """Counts the requests to a store."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store, self.requests = store, 0
+
+    def set(self, key: str, value: str) -> None:
+        self.requests += 1
+        self.store.set(key, value)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        self.requests += 1
+        return self.store.compare_set(key, expected, value)
+
+
+def test_a_rank_announces_its_seed_once_for_any_number_of_sites() -> None:
+    counting = CountingStore(dist.HashStore())
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50)))
+    drop = inject(model, Dropout(0.5), layers="*")
+    with acting_as(0, counting):
+        torch.manual_seed(0)
+        for _ in range(3):
+            model(torch.ones(2, 4))
+        announced = counting.requests
+        assert announced == 4
+        assert drop.check() == []
+        assert counting.requests > announced  # another rank may have announced the same seed since

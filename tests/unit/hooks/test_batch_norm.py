@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import Dropout, HookdropWarning, LinearSchedule, find, inject
+from hookdrop.hooks import hook
 from tests.support.models import Small
 
 
@@ -107,3 +109,15 @@ def test_a_forward_without_gradients_warns_once_the_model_is_trained(model: Smal
         train_without_gradients(model, images)
     assert len(caught) == 1
     train_without_gradients(model, images)
+
+
+def test_training_with_gradients_does_not_look_at_its_callers(
+    model: Small, images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inject(model, Dropout(0.5), layers="layer1.*")
+    calls: list[Any] = []
+    monkeypatch.setattr(hook, "collects_statistics", lambda: calls.append(1))
+    model(images).sum().backward()
+    assert not calls
+    train_without_gradients(model, images)
+    assert calls

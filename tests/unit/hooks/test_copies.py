@@ -6,11 +6,13 @@ import copy
 import pickle
 from dataclasses import dataclass
 from multiprocessing.context import set_spawning_popen
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from hookdrop import DropBlock, Dropout, Injection, InjectionError, LinearSchedule, Regularizer, find, inject
 from hookdrop.hooks.hook import SiteHook
@@ -187,3 +189,18 @@ def test_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, images
     assert next(iter(find(twin))).step_count == 7
     with torch.inference_mode():
         assert not torch.equal(twin(images), twin(images))
+
+
+def test_averaged_model_is_deterministic_inside_disabled(model: Small, drop: Injection, images: torch.Tensor) -> None:
+    """AveragedModel copies the model in training mode, so it is stochastic by default."""
+    averaged = AveragedModel(model)
+    assert not torch.equal(averaged(images), averaged(images))
+    with find(averaged).disabled():
+        assert torch.equal(averaged(images), averaged(images))
+
+
+def test_state_dict_contains_nothing_of_hookdrop(model: Small, drop: Injection, tmp_path: Path) -> None:
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    clean = Small()
+    clean.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True), strict=True)
+    assert not find(clean)

@@ -297,3 +297,15 @@ def test_first_site_in_eval_mode_does_not_hide_a_schedule_that_is_not_advancing(
     texts = [str(warning.message) for warning in caught]
     assert [text for text in texts if "its schedule is not advancing" in text]
     assert [text for text in texts if "'1' only ran in eval mode" in text]
+
+
+def test_manual_steps_under_other_optimizers_do_not_warn() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
+    optimizer = OtherOptimizer(model.parameters())
+    for _ in range(3 * UPDATES_BEFORE_WARNING):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        drop.step()
+    assert drop.check() == []

@@ -83,6 +83,18 @@ class TestPlans:
         for example in (x, (x,), (x, [x]), {"a": x}, {"a": x, "b": [x]}):
             assert plan(Two(), Dropout(0.1), layers="fc", example_input=example).sites[0].shape == (2, 3)
 
+    def test_transformer_encoder_layer_warns_about_its_fused_path(self) -> None:
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
+        drafted = plan(model, Dropout(0.1), layers="layers.0.linear2")
+        assert "leaves its fused eval path" in drafted.warnings[0]
+
+    def test_frozen_layers_warn(self, model: Small, images: torch.Tensor) -> None:
+        model.layer1.requires_grad_(False)
+        drafted = plan(model, Dropout(0.1), layers="layer?.*", example_input=images)
+        assert drafted.warnings == [
+            "2 sites on frozen layers, whose output is still regularized: 'layer1.0', 'layer1.1'."
+        ]
+
 
 def test_plan_at_the_input_shows_input_shapes(model: Small, images: torch.Tensor) -> None:
     drafted = plan(model, Dropout(0.1), layers=["conv1", "fc"], at="input", example_input=images)

@@ -1,12 +1,24 @@
-"""All regularizers as layers: rates, statistics, settings and invalid arguments."""
+"""All regularizers as layers: rates and statistics. test_invalid_arguments.py has what they refuse."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from torch import nn
 
-from hookdrop import AlphaDropout, Dropout, DropPath, GaussianDropout, GaussianNoise
+from hookdrop import (
+    AlphaDropout,
+    Dropout,
+    Dropout1d,
+    Dropout2d,
+    Dropout3d,
+    DropPath,
+    GaussianDropout,
+    GaussianNoise,
+    Regularizer,
+)
 from hookdrop.regularizers import rows_alone
 from tests.support.regularizers import FORWARD, OWN
 
@@ -46,3 +58,24 @@ def test_regularizers_without_independent_samples() -> None:
     """They draw once for the batch, mix its samples, or scale by what is kept of the whole batch."""
     dependent = {name for name, case in FORWARD.items() if name in OWN and not rows_alone(case.regularizer)}
     assert {"DropPath (batch)", "MixStyle", "DropBlock (sparse)"} <= dependent
+
+
+UNITS = {
+    Dropout: ((100, 10_000), None),
+    Dropout1d: ((1000, 1000, 2), (2,)),
+    Dropout2d: ((1000, 1000, 1, 2), (2, 3)),
+    Dropout3d: ((1000, 1000, 1, 1, 2), (2, 3, 4)),
+    DropPath: ((1_000_000, 2), (1,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.003, 0.1, 0.5])
+@pytest.mark.parametrize("cls", UNITS, ids=lambda cls: cls.__name__)
+def test_zeroed_fraction_is_p(cls: type[Regularizer], p: float, dtype: torch.dtype) -> None:
+    """Within 4 standard errors over a million independent draws of whole units."""
+    shape, inside = UNITS[cls]
+    zero = cls(p)(torch.ones(shape, dtype=dtype)) == 0
+    units = zero if inside is None else zero.all(inside)
+    assert abs(units.double().mean() - p) < 4 * math.sqrt(p * (1 - p) / 1e6)
+    assert inside is None or torch.equal(zero.any(inside), units)

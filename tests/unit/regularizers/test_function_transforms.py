@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call, grad, jacfwd, jacrev, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
 
 from hookdrop import DropBlock, Dropout, HeadDropout, InjectionError, LinearSchedule, find, inject
 from hookdrop.functional import drop_path, dropout2d
@@ -311,3 +311,17 @@ def test_leaf_subclass_receives_its_gradient(regularizer: nn.Module) -> None:
     y.sum().backward()
     assert leaf.grad is not None
     assert torch.equal(leaf.grad.as_subclass(torch.Tensor), y.detach().as_subclass(torch.Tensor))
+
+
+@pytest.mark.parametrize("name", ["Dropout", "DropBlock (sparse)", "DropPath"])
+def test_hessian_in_both_modes(name: str) -> None:
+    """Forward over reverse equals reverse over reverse. `hessian` has no `randomness` argument and raises."""
+    model, _, x = hooked(Case(EVERY[name].regularizer, (2, 4, 4, 4)))
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    expected = seeded(jacrev(jacrev(total)))(x)
+    torch.testing.assert_close(seeded(jacfwd(jacrev(total), randomness="same"))(x), expected)
+    with pytest.raises(RuntimeError, match="draws random numbers, which torch.func.vmap does not allow"):
+        hessian(total)(x)

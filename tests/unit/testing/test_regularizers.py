@@ -193,7 +193,7 @@ BROKEN: dict[type[Regularizer], str] = {
     DetachesTheGradient: "gradient_has_a_derivative",
 }
 SEVERAL = (InPlace, NotCopyable, Nothing, NeedsASample, OwnRandomNumbers, ReadsItsRate, WrongGradient)
-SEVERAL += (OtherRateInItsText, WritesToWeights)
+SEVERAL += (OtherRateInItsText, WritesToWeights, DetachesTheGradient)
 """Those that break several properties at once."""
 COMPILED = {"compiled_code_equals_eager_code": "in tests/integration/compile"}
 

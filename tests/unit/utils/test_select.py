@@ -20,6 +20,7 @@ from hookdrop import (
     plan,
 )
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
+from hookdrop.injection.verbs import place
 from hookdrop.utils.select import named_layers
 from tests.support.models import Small, names
 
@@ -306,6 +307,17 @@ class TestSelection:
             inject(model, Dropout(0.1), layers="layers.0.self_attn.out_proj")
         with pytest.raises(LayerError, match="which is never called: a hook on it never fires"):
             inject(model, Dropout(0.1), layers="**.out_proj")
+
+    def test_nested_sites_warn_with_the_effective_rate(self, model: Small) -> None:
+        """`layer1.**` matches the blocks and all of their submodules."""
+        drafted = plan(model, Dropout(0.1), layers="layer1.**")
+        (warning,) = drafted.warnings
+        assert warning == (
+            "8 of 10 sites are nested inside other sites: activations are regularized up to 2 times (effective rate "
+            "0.19), at 'layer1.0' > 'layer1.0.conv1'.\n  for one level only, end the pattern in '.*', not '.**'."
+        )
+        with pytest.warns(HookdropWarning, match="nested inside other sites"):
+            place(drafted)
 
 
 def test_expressions_must_match_the_whole_name(model: Small) -> None:
