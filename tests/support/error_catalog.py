@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import functools
 import gc
-import inspect
 import io
 import re
 import sys
 import textwrap
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -47,17 +48,21 @@ from hookdrop import (
 )
 from hookdrop.cli import main
 from hookdrop.kernels import triton_dropblock
+from tests.support.models import from_timm, from_torchvision
 
 IMAGES = torch.zeros(2, 3, 16, 16)
 CASES: list[tuple[str, Callable[[], Any]]] = []
 """(title, function that raises an error or warns)."""
 
 
-def case(title: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    def add(function: Callable[[], Any]) -> Callable[[], Any]:
-        CASES.append((title, function))
-        return function
+def case(title: str, function: Callable[[], Any] | None = None) -> Callable[[Callable[[], Any]], None]:
+    """Add a case: a lambda, or as a decorator a function."""
 
+    def add(function: Callable[[], Any]) -> None:
+        CASES.append((title, function))
+
+    if function:
+        add(function)
     return add
 
 
@@ -211,219 +216,144 @@ def injected(regularizer: Any = None, schedule: Any = None) -> tuple[ResNet, Any
     return model, inject(model, regularizer or DropBlock(p=0.1, block_size=3), layers="**.bn1", schedule=schedule)
 
 
+def hooked(model: nn.Module, regularizer: Any = None, layers: Any = "0") -> nn.Module:
+    inject(model, regularizer or Dropout(p=0.1), layers=layers)
+    return model
+
+
+def run(model: nn.Module, regularizer: Any, x: Any, layers: str = "0") -> None:
+    hooked(model, regularizer, layers)(x)
+
+
+def handle(schedule: Any = None) -> Any:
+    """The handle of an injection whose model stays alive."""
+    model, drop = injected(schedule=schedule)
+    drop.model = model
+    return drop
+
+
 # --- choosing layers
 
-
-@case("a misspelled layer")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers="layer3")
-
-
-@case("a layer without the name of its block")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers="bn1")
-
-
-@case("a pattern that matches nothing")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers="layer1.*bn1")
-
-
-@case("a key of a mapping that matches nothing")
-def _() -> None:
-    inject(ResNet(), {"fc": Dropout(p=0.1), "layer1.bn1": Dropout2d(p=0.1)})
-
-
-@case("a class that matches nothing")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers=nn.LSTM)
-
-
-@case("the name of a class as a string")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers="BatchNorm2d")
-
-
-@case("a regular expression as a string")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers=r"layer\d\.0")
-
-
-@case("no layers")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1))
-
-
-@case("every layer is excluded")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers="layer1.*", exclude="layer1.**")
-
-
-@case("a module of another model")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers=ResNet().conv1)
-
-
-@case("a container without a forward()")
-def _() -> None:
-    inject(ViT(), Dropout(p=0.1), layers="blocks")
-
-
-@case("a pattern of p_scale that matches nothing")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers="layer1.*", p_scale={"layer2.*": 0.5})
-
-
-@case("a layer that two patterns of a mapping match")
-def _() -> None:
-    inject(ResNet(), {"layer1.*": Dropout(p=0.1), "layer1.0": Dropout2d(p=0.1)})
-
-
-@case("a pattern that also matches containers without a forward()")
-def _() -> None:
-    inject(ViT(), Dropout(p=0.1), layers="*")
-
-
-@case("an exclude that matches none of the selected layers")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers="layer1.*", exclude="layer2")
-
-
-@case("a Keras layer")
-def _() -> None:
-    inject(nn.Sequential(keras_layer()), Dropout(p=0.1), layers="0")
-
-
-@case("a ScriptModule")
-def _() -> None:
-    inject(torch.jit.script(mlp()), Dropout(p=0.1), layers="0")
-
-
-@case("a module inside a TransformerEncoderLayer")
-def _() -> None:
-    inject(nn.TransformerEncoderLayer(8, 2, batch_first=True), Dropout(p=0.1), layers="linear1")
+case("a misspelled layer", lambda: inject(ResNet(), Dropout(p=0.1), layers="layer3"))
+case("a layer without the name of its block", lambda: inject(ResNet(), Dropout(p=0.1), layers="bn1"))
+case("a pattern that matches nothing", lambda: inject(ResNet(), Dropout(p=0.1), layers="layer1.*bn1"))
+case(
+    "a key of a mapping that matches nothing",
+    lambda: inject(ResNet(), {"fc": Dropout(p=0.1), "layer1.bn1": Dropout2d(p=0.1)}),
+)
+case("a class that matches nothing", lambda: inject(ResNet(), Dropout(p=0.1), layers=nn.LSTM))
+case("the name of a class as a string", lambda: inject(ResNet(), Dropout(p=0.1), layers="BatchNorm2d"))
+case("a regular expression as a string", lambda: inject(ResNet(), Dropout(p=0.1), layers=r"layer\d\.0"))
+case("no layers", lambda: inject(ResNet(), Dropout(p=0.1)))
+case("every layer is excluded", lambda: inject(ResNet(), Dropout(p=0.1), layers="layer1.*", exclude="layer1.**"))
+case("a module of another model", lambda: inject(ResNet(), Dropout(p=0.1), layers=ResNet().conv1))
+case("a container without a forward()", lambda: inject(ViT(), Dropout(p=0.1), layers="blocks"))
+case(
+    "a pattern of p_scale that matches nothing",
+    lambda: inject(ResNet(), Dropout(p=0.1), layers="layer1.*", p_scale={"layer2.*": 0.5}),
+)
+case(
+    "a layer that two patterns of a mapping match",
+    lambda: inject(ResNet(), {"layer1.*": Dropout(p=0.1), "layer1.0": Dropout2d(p=0.1)}),
+)
+case("a pattern that also matches containers without a forward()", lambda: inject(ViT(), Dropout(p=0.1), layers="*"))
+case(
+    "an exclude that matches none of the selected layers",
+    lambda: inject(ResNet(), Dropout(p=0.1), layers="layer1.*", exclude="layer2"),
+)
+case("a Keras layer", lambda: inject(nn.Sequential(keras_layer()), Dropout(p=0.1), layers="0"))
+case("a ScriptModule", lambda: inject(torch.jit.script(mlp()), Dropout(p=0.1), layers="0"))
+case(
+    "a module inside a TransformerEncoderLayer",
+    lambda: inject(nn.TransformerEncoderLayer(8, 2, batch_first=True), Dropout(p=0.1), layers="linear1"),
+)
 
 
 # --- shapes, with an example input
 
-
-@case("tokens into DropBlock")
-def _() -> None:
-    inject(ViT(), DropBlock(p=0.1), layers="blocks.*", example_input=IMAGES)
-
-
-@case("features into Dropout2d")
-def _() -> None:
-    inject(ResNet(), Dropout2d(p=0.1), layers="fc", example_input=IMAGES)
-
-
-@case("a block larger than the map")
-def _() -> None:
-    inject(ResNet(), DropBlock(p=0.1, block_size=31), layers="layer1.*", example_input=IMAGES)
-
-
-@case("a batch that Masksembles cannot split")
-def _() -> None:
-    inject(nn.Sequential(nn.Linear(8, 16)), Masksembles(n=4), layers="0", example_input=torch.zeros(30, 8))
-
-
-@case("heads at another layer")
-def _() -> None:
-    inject(ResNet(), HeadDropout(p=0.1), layers="fc")
-
-
-@case("heads that do not divide the features")
-def _() -> None:
-    inject(ResNet(), HeadDropout(p=0.1, heads=3), layers="fc")
-
-
-@case("heads that attention does not have")
-def _() -> None:
-    import timm
-
-    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
-    inject(model, HeadDropout(p=0.1, heads=4), layers="blocks.0.attn.proj", example_input=torch.rand(1, 3, 32, 32))
-
-
-@case("tokens removed before rotary embeddings")
-def _() -> None:
-    import timm
-
-    model = timm.create_model("eva02_tiny_patch14_224", depth=1, img_size=56)
-    tokens = TokenDropout(p=0.5, remove=True)
-    inject(model, tokens, layers="pos_drop", example_input=torch.randn(1, 3, 56, 56))
-
-
-@case("a batch norm in a branch that runs on part of the batch")
-def _() -> None:
-    inject(ResNet(), DropPath(p=0.1, mode="subset"), layers="layer1.*")
-
-
-@case("a branch that mixes samples, on part of the batch")
-def _() -> None:
-    inject(model := nn.Sequential(MixesSamples()), DropPath(p=0.5, mode="subset"), layers="0")
-    model(torch.rand(4, 8))
-
-
-@case("a branch that returns further rows, on part of the batch")
-def _() -> None:
-    inject(model := nn.Sequential(nn.LSTM(3, 4, batch_first=True)), DropPath(p=0.5, mode="subset"), layers="0")
-    model(torch.rand(4, 5, 3))
+case("tokens into DropBlock", lambda: inject(ViT(), DropBlock(p=0.1), layers="blocks.*", example_input=IMAGES))
+case("features into Dropout2d", lambda: inject(ResNet(), Dropout2d(p=0.1), layers="fc", example_input=IMAGES))
+case(
+    "a block larger than the map",
+    lambda: inject(ResNet(), DropBlock(p=0.1, block_size=31), layers="layer1.*", example_input=IMAGES),
+)
+case(
+    "a batch that Masksembles cannot split",
+    lambda: inject(nn.Sequential(nn.Linear(8, 16)), Masksembles(n=4), layers="0", example_input=torch.zeros(30, 8)),
+)
+case("heads at another layer", lambda: inject(ResNet(), HeadDropout(p=0.1), layers="fc"))
+case("heads that do not divide the features", lambda: inject(ResNet(), HeadDropout(p=0.1, heads=3), layers="fc"))
 
 
 @case("an object given to a branch that runs on part of the batch")
 def _() -> None:
-    inject(model := LanguageModel(), DropPath(p=0.5, mode="subset"), layers="layer")
+    model = hooked(LanguageModel(), DropPath(p=0.5, mode="subset"), "layer")
     model.layer(torch.zeros(4, 8), settings=object())
 
 
-@case("a branch that returns more in training, on part of the batch")
-def _() -> None:
-    inject(model := nn.Sequential(ReturnsMore()), DropPath(p=0.5, mode="subset"), layers="0")
-    model(torch.rand(4, 8))
-
-
-@case("an attention mask that no module takes")
-def _() -> None:
-    inject(nn.Sequential(nn.Embedding(8, 8)), NEFTune(alpha=5, attention_mask=True), layers="0")
-
-
-@case("a KV cache in training")
-def _() -> None:
-    inject(model := LanguageModel(), LayerDrop(p=0.1), layers="layer")
-    model(torch.zeros(2, 4, 16))
-
-
-@case("DropPath on whole residual blocks")
-def _() -> None:
-    inject(ResNet(), DropPath(p=0.1), layers="layer1.*", example_input=torch.randn(2, 3, 16, 16))
-
-
-@case("a layer that already drops")
-def _() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2))
-    inject(model, Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8))
-
-
-@case("a rate that looks like keep_prob")
-def _() -> None:
-    inject(ResNet(), DropBlock(p=0.9, block_size=3), layers="layer1.*")
-
-
-@case("an int for p")
-def _() -> None:
-    DropBlock(7)
-
-
-@case("a PackedSequence")
-def _() -> None:
-    inject(model := nn.Sequential(nn.LSTM(3, 4)), DropPath(p=0.1), layers="0")
-    model(nn.utils.rnn.pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)]))
-
-
-@case("a complex output")
-def _() -> None:
-    inject(nn.Sequential(Spectrum()), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8))
+case(
+    "heads that attention does not have",
+    lambda: inject(
+        from_timm("vit_tiny_patch16_224", depth=1, img_size=32)(),
+        HeadDropout(p=0.1, heads=4),
+        layers="blocks.0.attn.proj",
+        example_input=torch.rand(1, 3, 32, 32),
+    ),
+)
+case(
+    "tokens removed before rotary embeddings",
+    lambda: inject(
+        from_timm("eva02_tiny_patch14_224", depth=1, img_size=56)(),
+        TokenDropout(p=0.5, remove=True),
+        layers="pos_drop",
+        example_input=torch.randn(1, 3, 56, 56),
+    ),
+)
+case(
+    "a batch norm in a branch that runs on part of the batch",
+    lambda: inject(ResNet(), DropPath(p=0.1, mode="subset"), layers="layer1.*"),
+)
+case(
+    "a branch that mixes samples, on part of the batch",
+    lambda: run(nn.Sequential(MixesSamples()), DropPath(p=0.5, mode="subset"), torch.rand(4, 8)),
+)
+case(
+    "a branch that returns further rows, on part of the batch",
+    lambda: run(nn.Sequential(nn.LSTM(3, 4, batch_first=True)), DropPath(p=0.5, mode="subset"), torch.rand(4, 5, 3)),
+)
+case(
+    "a branch that returns more in training, on part of the batch",
+    lambda: run(nn.Sequential(ReturnsMore()), DropPath(p=0.5, mode="subset"), torch.rand(4, 8)),
+)
+case(
+    "an attention mask that no module takes",
+    lambda: inject(nn.Sequential(nn.Embedding(8, 8)), NEFTune(alpha=5, attention_mask=True), layers="0"),
+)
+case("a KV cache in training", lambda: run(LanguageModel(), LayerDrop(p=0.1), torch.zeros(2, 4, 16), layers="layer"))
+case(
+    "DropPath on whole residual blocks",
+    lambda: inject(ResNet(), DropPath(p=0.1), layers="layer1.*", example_input=torch.randn(2, 3, 16, 16)),
+)
+case(
+    "a layer that already drops",
+    lambda: inject(
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8)
+    ),
+)
+case("a rate that looks like keep_prob", lambda: inject(ResNet(), DropBlock(p=0.9, block_size=3), layers="layer1.*"))
+case("an int for p", lambda: DropBlock(7))
+case(
+    "a PackedSequence",
+    lambda: run(
+        nn.Sequential(nn.LSTM(3, 4)),
+        DropPath(p=0.1),
+        nn.utils.rnn.pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)]),
+    ),
+)
+case(
+    "a complex output",
+    lambda: inject(nn.Sequential(Spectrum()), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8)),
+)
 
 
 @case("a strided NestedTensor")
@@ -445,19 +375,17 @@ def _() -> None:
         dist.destroy_process_group()
 
 
-@case("nested sites")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers="layer1.**")
-
-
-@case("maps with the channels last (NHWC)")
-def _() -> None:
-    inject(nn.Sequential(nn.Linear(8, 8)), Dropout2d(p=0.1), layers="0", example_input=torch.zeros(2, 16, 16, 8))
-
-
-@case("a high rate before a batch norm")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.5), layers="layer1.0.conv1", example_input=IMAGES)
+case("nested sites", lambda: inject(ResNet(), Dropout(p=0.1), layers="layer1.**"))
+case(
+    "maps with the channels last (NHWC)",
+    lambda: inject(
+        nn.Sequential(nn.Linear(8, 8)), Dropout2d(p=0.1), layers="0", example_input=torch.zeros(2, 16, 16, 8)
+    ),
+)
+case(
+    "a high rate before a batch norm",
+    lambda: inject(ResNet(), Dropout(p=0.5), layers="layer1.0.conv1", example_input=IMAGES),
+)
 
 
 @case("a frozen layer")
@@ -466,151 +394,77 @@ def _() -> None:
     inject(model, Dropout(p=0.1), layers="layer1.0", example_input=IMAGES)
 
 
-@case("a layer that returns no tensor")
-def _() -> None:
-    inject(
+case(
+    "a layer that returns no tensor",
+    lambda: inject(
         nn.Sequential(nn.Embedding(8, 8), Argmax()), Dropout(p=0.1), layers="1", example_input=torch.ones(2, 3).long()
-    )
-
-
-@case("a pattern that also matches a layer that a forward never calls")
-def _() -> None:
-    inject(ViT(), Dropout(p=0.1), layers=nn.Linear, example_input=IMAGES)
-
-
-@case("a layer that a forward never calls")
-def _() -> None:
-    inject(ViT(), Dropout(p=0.1), layers="unused", example_input=IMAGES)
-
-
-@case("an example input that the model rejects")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(2, 4, 16, 16))
-
-
-@case("an example input without a batch axis, with its channels last")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(16, 16, 3))
-
-
-@case("an example input of another size")
-def _() -> None:
-    inject(mlp(), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 9, 9))
-
-
-@case("a map without a batch axis")
-def _() -> None:
-    inject(nn.Sequential(nn.Conv2d(3, 4, 3)), Dropout2d(p=0.1), layers="0", example_input=torch.zeros(3, 16, 16))
-
-
-@case("an example input of a model with lazy modules")
-def _() -> None:
-    inject(nn.Sequential(nn.LazyLinear(8)), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 4))
-
-
-@case("a wrong shape without an example input")
-def _() -> None:
-    model = ViT()
-    inject(model, DropBlock(p=0.1), layers="blocks.0")
-    model(IMAGES)
+    ),
+)
+case(
+    "a pattern that also matches a layer that a forward never calls",
+    lambda: inject(ViT(), Dropout(p=0.1), layers=nn.Linear, example_input=IMAGES),
+)
+case("a layer that a forward never calls", lambda: inject(ViT(), Dropout(p=0.1), layers="unused", example_input=IMAGES))
+case(
+    "an example input that the model rejects",
+    lambda: inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(2, 4, 16, 16)),
+)
+case(
+    "an example input without a batch axis, with its channels last",
+    lambda: inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(16, 16, 3)),
+)
+case(
+    "an example input of another size",
+    lambda: inject(mlp(), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 9, 9)),
+)
+case(
+    "a map without a batch axis",
+    lambda: inject(
+        nn.Sequential(nn.Conv2d(3, 4, 3)), Dropout2d(p=0.1), layers="0", example_input=torch.zeros(3, 16, 16)
+    ),
+)
+case(
+    "an example input of a model with lazy modules",
+    lambda: inject(nn.Sequential(nn.LazyLinear(8)), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 4)),
+)
+case("a wrong shape without an example input", lambda: run(ViT(), DropBlock(p=0.1), IMAGES, layers="blocks.0"))
 
 
 # --- settings
 
-
-@case("p out of range")
-def _() -> None:
-    DropBlock(p=1.5)
-
-
-@case("p as a percentage")
-def _() -> None:
-    Dropout(p=10)
-
-
-@case("no rate")
-def _() -> None:
-    Dropout()
-
-
-@case("p as a string")
-def _() -> None:
-    Dropout(p="1")
-
-
-@case("both p and keep_prob")
-def _() -> None:
-    DropBlock(p=0.1, keep_prob=0.9)
-
-
-@case("a block of size 0")
-def _() -> None:
-    DropBlock(p=0.1, block_size=0)
-
-
-@case("the regularizer before the model")
-def _() -> None:
-    inject(Dropout(p=0.1), ResNet(), layers="fc")
-
-
-@case("the class of a regularizer instead of an instance")
-def _() -> None:
-    inject(ResNet(), Dropout, layers="fc")
-
-
-@case("a module with parameters")
-def _() -> None:
-    inject(ResNet(), nn.BatchNorm2d(8), layers="layer1.*")
-
-
-@case("a lambda as the regularizer")
-def _() -> None:
-    inject(ResNet(), lambda x: 0.9 * x, layers="fc")
-
-
-@case("a schedule for a regularizer without a rate")
-def _() -> None:
-    inject(ResNet(), torch.tanh, layers="fc", schedule=LinearSchedule(steps=10))
-
-
-@case("a number as the schedule")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.1), layers="fc", schedule=1000)
-
-
-@case("a schedule without steps")
-def _() -> None:
-    LinearSchedule(steps=0)
-
-
-@case("a schedule whose peak exceeds the range of p")
-def _() -> None:
-    inject(ResNet(), Dropout(p=0.6), layers="fc", schedule=LinearSchedule(steps=10, end=2.0))
-
-
-@case("parse: a typo")
-def _() -> None:
-    hookdrop.parse("DropBlok(p=0.1)")
-
-
-@case("parse: code instead of a literal")
-def _() -> None:
-    hookdrop.parse("Dropout(p=min(0.1, 0.2))")
+case("p out of range", lambda: DropBlock(p=1.5))
+case("p as a percentage", lambda: Dropout(p=10))
+case("no rate", lambda: Dropout())
+case("p as a string", lambda: Dropout(p="1"))
+case("both p and keep_prob", lambda: DropBlock(p=0.1, keep_prob=0.9))
+case("a block of size 0", lambda: DropBlock(p=0.1, block_size=0))
+case("the regularizer before the model", lambda: inject(Dropout(p=0.1), ResNet(), layers="fc"))
+case("the class of a regularizer instead of an instance", lambda: inject(ResNet(), Dropout, layers="fc"))
+case("a module with parameters", lambda: inject(ResNet(), nn.BatchNorm2d(8), layers="layer1.*"))
+case("a lambda as the regularizer", lambda: inject(ResNet(), lambda x: 0.9 * x, layers="fc"))
+case(
+    "a schedule for a regularizer without a rate",
+    lambda: inject(ResNet(), torch.tanh, layers="fc", schedule=LinearSchedule(steps=10)),
+)
+case("a number as the schedule", lambda: inject(ResNet(), Dropout(p=0.1), layers="fc", schedule=1000))
+case("a schedule without steps", lambda: LinearSchedule(steps=0))
+case(
+    "a schedule whose peak exceeds the range of p",
+    lambda: inject(ResNet(), Dropout(p=0.6), layers="fc", schedule=LinearSchedule(steps=10, end=2.0)),
+)
+case("parse: a typo", lambda: hookdrop.parse("DropBlok(p=0.1)"))
+case("parse: code instead of a literal", lambda: hookdrop.parse("Dropout(p=min(0.1, 0.2))"))
 
 
 # --- injecting
 
 
-@case("a notebook cell that is run again")
-def _() -> None:
-    model, _ = injected()
-    inject(model, DropBlock(p=0.1, block_size=3), layers="**.bn1")
-
-
-@case("a second injection of the same name")
-def _() -> None:
-    model, _ = injected()
-    inject(model, DropBlock(p=0.2, block_size=3), layers="conv1")
+case(
+    "a notebook cell that is run again", lambda: inject(injected()[0], DropBlock(p=0.1, block_size=3), layers="**.bn1")
+)
+case(
+    "a second injection of the same name", lambda: inject(injected()[0], DropBlock(p=0.2, block_size=3), layers="conv1")
+)
 
 
 @case("inject inside without_hooks")
@@ -620,15 +474,8 @@ def _() -> None:
         inject(model, Dropout(p=0.1), layers="layer1.0.bn1")
 
 
-@case("inject inside torch.jit.trace")
-def _() -> None:
-    torch.jit.trace(InjectsInForward(), IMAGES)
-
-
-@case("a model in training mode in torch.jit.trace")
-def _() -> None:
-    model, _ = injected()
-    torch.jit.trace(model, IMAGES)
+case("inject inside torch.jit.trace", lambda: torch.jit.trace(InjectsInForward(), IMAGES))
+case("a model in training mode in torch.jit.trace", lambda: torch.jit.trace(injected()[0], IMAGES))
 
 
 @case("a hooked layer in torch.jit.script")
@@ -638,10 +485,7 @@ def _() -> None:
         torch.jit.script(model.layer1[0].bn1)
 
 
-@case("torch.export in training mode")
-def _() -> None:
-    inject(model := mlp(), Dropout(p=0.1), layers="0")
-    torch.export.export(model, (torch.zeros(2, 8),))
+case("torch.export in training mode", lambda: torch.export.export(hooked(mlp()), (torch.zeros(2, 8),)))
 
 
 @case("other libraries' code that compiled code may recompute")
@@ -651,37 +495,19 @@ def _() -> None:
         torch.compile(model, backend="eager")(torch.zeros(2, 8))
 
 
-@case("torch.fx of a hooked block")
-def _() -> None:
-    inject(model := nn.Sequential(mlp()), Dropout(p=0.1), layers="0")
-    torch.fx.symbolic_trace(model)
+case("torch.fx of a hooked block", lambda: torch.fx.symbolic_trace(hooked(nn.Sequential(mlp()))))
 
 
 # --- training
 
 
-@case("a schedule that is not advancing")
-def _() -> None:
-    model, _ = injected(schedule=LinearSchedule(steps=100))
-    train(model)
-
-
-@case("a model that is trained in eval mode")
-def _() -> None:
-    model, _ = injected()
-    train(model.eval())
-
-
-@case("a layer that training never calls")
-def _() -> None:
-    inject(model := ViT(), Dropout(p=0.1), layers=["blocks.0", "unused"])
-    train(model)
-
-
-@case("a language model that is trained on embeddings")
-def _() -> None:
-    inject(model := LanguageModel(), NEFTune(alpha=5), layers="embed_tokens")
-    train(model)
+case("a schedule that is not advancing", lambda: train(injected(schedule=LinearSchedule(steps=100))[0]))
+case("a model that is trained in eval mode", lambda: train(injected()[0].eval()))
+case("a layer that training never calls", lambda: train(hooked(ViT(), layers=["blocks.0", "unused"])))
+case(
+    "a language model that is trained on embeddings",
+    lambda: train(hooked(LanguageModel(), NEFTune(alpha=5), layers="embed_tokens")),
+)
 
 
 @case("two optimizers")
@@ -698,10 +524,7 @@ def _() -> None:
     drop.follow(optimizer).step()
 
 
-@case("follow() of something else than an optimizer")
-def _() -> None:
-    model, drop = injected(schedule=LinearSchedule(steps=100))
-    drop.follow(model.fc)
+case("follow() of something else than an optimizer", lambda: handle(LinearSchedule(steps=100)).follow(nn.Linear(8, 8)))
 
 
 @case("the followed optimizer is gone")
@@ -806,10 +629,10 @@ def _() -> None:
     checkpoint(model.layer1, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
 
 
-@case("PyTorch's update_bn of a hooked average")
-def _() -> None:
-    averaged = torch.optim.swa_utils.AveragedModel(injected()[0])
-    torch.optim.swa_utils.update_bn([IMAGES], averaged)
+case(
+    "PyTorch's update_bn of a hooked average",
+    lambda: torch.optim.swa_utils.update_bn([IMAGES], torch.optim.swa_utils.AveragedModel(injected()[0])),
+)
 
 
 @case("two ranks with the same seed")
@@ -826,10 +649,7 @@ def _() -> None:
 # --- the handle
 
 
-@case("a handle whose model was deleted")
-def _() -> None:
-    drop = injected()[1]
-    drop.probe(IMAGES)
+case("a handle whose model was deleted", lambda: injected()[1].probe(IMAGES))
 
 
 @case("a handle that was removed")
@@ -852,74 +672,49 @@ def _() -> None:
     inject(model, {"fc": Dropout(p=0.1), "conv1": GaussianNoise(std=0.1)}).target_p = 0.2
 
 
-@case("sampling at rate 0")
-def _() -> None:
-    _model, drop = injected(schedule=LinearSchedule(steps=100))
-    drop.sampling().__enter__()
-
-
-@case("one Monte Carlo sample")
-def _() -> None:
-    _model, drop = injected()
-    drop.predict(IMAGES, samples=1)
-
-
-@case("predicting an empty loader")
-def _() -> None:
-    _model, drop = injected()
-    drop.predict(iter([]))
-
-
-@case("predicting an array")
-def _() -> None:
-    _model, drop = injected()
-    drop.predict(IMAGES.numpy())
-
-
-@case("predicting with a model that returns a dict")
-def _() -> None:
-    model = OutputDict()
-    inject(model, Dropout(p=0.5), layers="fc").predict(torch.ones(2, 8))
-
-
-@case("the softmax of one class")
-def _() -> None:
-    model = nn.Sequential(nn.Linear(8, 1))
-    inject(model, Dropout(p=0.5), layers="0").predict(torch.ones(2, 8))
-
-
-@case("the softmax of probabilities")
-def _() -> None:
-    model = nn.Sequential(nn.Linear(8, 3), nn.Softmax(-1))
-    inject(model, Dropout(p=0.5), layers="0").predict(torch.ones(2, 8))
-
-
-@case("equal Monte Carlo samples")
-def _() -> None:
-    model = OutputDict()
-    inject(model, Dropout(p=0.5), layers="unused").predict(torch.ones(2, 8), output=lambda out: out["out"])
-
-
-@case("predicting with hooks that only edit gradients")
-def _() -> None:
-    model = nn.Sequential(nn.Linear(8, 3))
-    inject(model, ClipActivationGrad(max_norm=1.0), layers="0").predict(torch.ones(2, 8))
+case("sampling at rate 0", lambda: handle(LinearSchedule(steps=100)).sampling().__enter__())
+case("one Monte Carlo sample", lambda: handle().predict(IMAGES, samples=1))
+case("predicting an empty loader", lambda: handle().predict(iter([])))
+case("predicting an array", lambda: handle().predict(IMAGES.numpy()))
+case(
+    "predicting with a model that returns a dict",
+    lambda: inject(_model := OutputDict(), Dropout(p=0.5), layers="fc").predict(torch.ones(2, 8)),
+)
+case(
+    "the softmax of one class",
+    lambda: inject(_model := nn.Sequential(nn.Linear(8, 1)), Dropout(p=0.5), layers="0").predict(torch.ones(2, 8)),
+)
+case(
+    "the softmax of probabilities",
+    lambda: inject(_model := nn.Sequential(nn.Linear(8, 3), nn.Softmax(-1)), Dropout(p=0.5), layers="0").predict(
+        torch.ones(2, 8)
+    ),
+)
+case(
+    "equal Monte Carlo samples",
+    lambda: inject(_model := OutputDict(), Dropout(p=0.5), layers="unused").predict(
+        torch.ones(2, 8), output=lambda out: out["out"]
+    ),
+)
+case(
+    "predicting with hooks that only edit gradients",
+    lambda: inject(_model := mlp(), ClipActivationGrad(max_norm=1.0), layers="0").predict(torch.ones(2, 8)),
+)
 
 
 # --- saving
 
 
-@case("the state of other sites")
-def _() -> None:
-    (_model, drop), other = injected(), ResNet()
-    drop.load_state_dict(inject(other, DropBlock(p=0.1), layers="layer1.*").state_dict())
-
-
-@case("the state of other sites, not strict")
-def _() -> None:
-    (_model, drop), other = injected(), ResNet()
-    state = inject(other, DropBlock(p=0.1), layers="layer1.*.bn1").state_dict()
-    drop.load_state_dict(state, strict=False)
+case(
+    "the state of other sites",
+    lambda: handle().load_state_dict(inject(_model := ResNet(), DropBlock(p=0.1), layers="layer1.*").state_dict()),
+)
+case(
+    "the state of other sites, not strict",
+    lambda: handle().load_state_dict(
+        inject(_model := ResNet(), DropBlock(p=0.1), layers="layer1.*.bn1").state_dict(), strict=False
+    ),
+)
 
 
 @case("the states of other injections")
@@ -929,37 +724,20 @@ def _() -> None:
     hookdrop.find(model).load_state_dict(hookdrop.find(other).state_dict())
 
 
-@case("the state of another rate")
-def _() -> None:
-    (_model, drop), other = injected(), injected(DropBlock(p=0.2, block_size=3))[1]
-    drop.load_state_dict(other.state_dict())
-
-
-@case("the state of another schedule")
-def _() -> None:
-    _model, drop = injected(schedule=LinearSchedule(steps=100))
-    drop.load_state_dict(injected(schedule=LinearSchedule(steps=50))[1].state_dict())
-
-
-@case("the state_dict of the model")
-def _() -> None:
-    model, drop = injected()
-    drop.load_state_dict(model.state_dict())
-
-
-@case("a spec with an invalid value")
-def _() -> None:
-    InjectionSpec.from_dict({"regularizer": "Dropout(p=2)", "layers": "fc"})
-
-
-@case("a spec with an unknown setting")
-def _() -> None:
-    InjectionSpec.from_dict({"regularizer": "Dropout(p=0.1)", "layer": "fc"})
-
-
-@case("a schedule that counts epochs")
-def _() -> None:
-    LinearSchedule(epochs=5)
+case(
+    "the state of another rate",
+    lambda: handle().load_state_dict(injected(DropBlock(p=0.2, block_size=3))[1].state_dict()),
+)
+case(
+    "the state of another schedule",
+    lambda: handle(LinearSchedule(steps=100)).load_state_dict(handle(LinearSchedule(steps=50)).state_dict()),
+)
+case("the state_dict of the model", lambda: handle().load_state_dict(ResNet().state_dict()))
+case("a spec with an invalid value", lambda: InjectionSpec.from_dict({"regularizer": "Dropout(p=2)", "layers": "fc"}))
+case(
+    "a spec with an unknown setting", lambda: InjectionSpec.from_dict({"regularizer": "Dropout(p=0.1)", "layer": "fc"})
+)
+case("a schedule that counts epochs", lambda: LinearSchedule(epochs=5))
 
 
 @case("a schedule that is no dataclass")
@@ -995,27 +773,23 @@ def _() -> None:
     InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers="fc")).register(trained)
 
 
-@case("a spec of a class that is not allowed")
-def _() -> None:
-    InjectionSpec.from_dict({"regularizer": "timm.layers.drop.DropPath(drop_prob=0.1)", "layers": "fc"})
-
-
-@case("the spec of a schedule with a function")
-def _() -> None:
-    _model, drop = injected(schedule=LambdaSchedule(half))
-    drop.spec.to_dict()
-
-
-@case("the spec of an own regularizer that does not store an argument")
-def _() -> None:
-    drop = inject(ResNet(), Jitter(every=2), layers="fc")
-    drop.spec.to_dict()
-
-
-@case("the spec of a recipe that chooses other sites")
-def _() -> None:
-    model = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1))
-    inject(model, InjectionSpec("set_dropout(p=0.2)", layers=["0"]), example_input=torch.ones(1))
+case(
+    "a spec of a class that is not allowed",
+    lambda: InjectionSpec.from_dict({"regularizer": "timm.layers.drop.DropPath(drop_prob=0.1)", "layers": "fc"}),
+)
+case("the spec of a schedule with a function", lambda: handle(LambdaSchedule(half)).spec.to_dict())
+case(
+    "the spec of an own regularizer that does not store an argument",
+    lambda: inject(_model := ResNet(), Jitter(every=2), layers="fc").spec.to_dict(),
+)
+case(
+    "the spec of a recipe that chooses other sites",
+    lambda: inject(
+        nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1)),
+        InjectionSpec("set_dropout(p=0.2)", layers=["0"]),
+        example_input=torch.ones(1),
+    ),
+)
 
 
 @case("a value that differs between injections")
@@ -1033,10 +807,10 @@ def _() -> None:
 
 # --- recipes
 
-
-@case("dropblock_resnet of an MLP")
-def _() -> None:
-    inject(mlp(), recipes.dropblock_resnet(p=0.1), example_input=torch.zeros(2, 8))
+case(
+    "dropblock_resnet of an MLP",
+    lambda: inject(mlp(), recipes.dropblock_resnet(p=0.1), example_input=torch.zeros(2, 8)),
+)
 
 
 @case("dropblock_resnet of a CNN with attention blocks")
@@ -1048,30 +822,19 @@ def _() -> None:
     inject(model, recipes.dropblock_resnet())
 
 
-@case("dropblock_resnet of a traced model")
-def _() -> None:
-    import torchvision
-
-    inject(torch.fx.symbolic_trace(torchvision.models.resnet18()), recipes.dropblock_resnet())
-
-
-@case("dropblock_unet of a classifier")
-def _() -> None:
-    import torchvision
-
-    inject(torchvision.models.resnet18(), recipes.dropblock_unet())
-
-
-@case("stochastic_depth of a model that has it")
-def _() -> None:
-    import timm
-
-    inject(timm.create_model("test_vit", drop_path_rate=0.1), recipes.stochastic_depth())
-
-
-@case("residual_dropout of a model that has dropout")
-def _() -> None:
-    inject(nn.Sequential(Decoder()), recipes.residual_dropout(), example_input=torch.randn(2, 4, 8))
+case(
+    "dropblock_resnet of a traced model",
+    lambda: inject(torch.fx.symbolic_trace(from_torchvision("resnet18")()), recipes.dropblock_resnet()),
+)
+case("dropblock_unet of a classifier", lambda: inject(from_torchvision("resnet18")(), recipes.dropblock_unet()))
+case(
+    "stochastic_depth of a model that has it",
+    lambda: inject(from_timm("test_vit", drop_path_rate=0.1)(), recipes.stochastic_depth()),
+)
+case(
+    "residual_dropout of a model that has dropout",
+    lambda: inject(nn.Sequential(Decoder()), recipes.residual_dropout(), example_input=torch.randn(2, 4, 8)),
+)
 
 
 @case("neftune of a model with the NEFTune of transformers")
@@ -1081,17 +844,18 @@ def _() -> None:
     inject(model, recipes.neftune())
 
 
-@case("patch_dropout of a model without patches in a sequence")
-def _() -> None:
-    import timm
-
-    model = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1))
-    inject(model, recipes.patch_dropout(p=0.5), example_input=torch.randn(1, 3, 224, 224))
-
-
-@case("a recipe for a model without residual branches")
-def _() -> None:
-    inject(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), recipes.stochastic_depth(), example_input=IMAGES)
+case(
+    "patch_dropout of a model without patches in a sequence",
+    lambda: inject(
+        from_timm("swin_tiny_patch4_window7_224", depths=(1, 1))(),
+        recipes.patch_dropout(p=0.5),
+        example_input=torch.randn(1, 3, 224, 224),
+    ),
+)
+case(
+    "a recipe for a model without residual branches",
+    lambda: inject(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), recipes.stochastic_depth(), example_input=IMAGES),
+)
 
 
 @case("a recipe for branches that end with a function")
@@ -1103,25 +867,20 @@ def _() -> None:
     inject(nn.Sequential(Branch(8, 8), Branch(8, 8)), recipes.stochastic_depth(), example_input=torch.randn(2, 8))
 
 
-@case("a keyword that a recipe does not take")
-def _() -> None:
-    recipes.stochastic_depth(rate=0.1)
-
-
-@case("set_dropout that reaches nothing")
-def _() -> None:
-    inject(ResNet(), recipes.set_dropout(p=0.1), example_input=IMAGES)
-
-
-@case("set_dropout with a pattern that matches nothing")
-def _() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
-    inject(model, recipes.set_dropout(p={"drop": 0.2}), example_input=torch.ones(2))
-
-
-@case("set_dropout without an example input")
-def _() -> None:
-    inject(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), recipes.set_dropout(p=0.2))
+case("a keyword that a recipe does not take", lambda: recipes.stochastic_depth(rate=0.1))
+case("set_dropout that reaches nothing", lambda: inject(ResNet(), recipes.set_dropout(p=0.1), example_input=IMAGES))
+case(
+    "set_dropout with a pattern that matches nothing",
+    lambda: inject(
+        nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)),
+        recipes.set_dropout(p={"drop": 0.2}),
+        example_input=torch.ones(2),
+    ),
+)
+case(
+    "set_dropout without an example input",
+    lambda: inject(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), recipes.set_dropout(p=0.2)),
+)
 
 
 @case("set_dropout of a model with a constant rate")
@@ -1133,10 +892,15 @@ def _() -> None:
     inject(nn.Sequential(nn.Dropout(0.1), Head()), recipes.set_dropout(p=0.2), example_input=torch.ones(2))
 
 
-@case("set_dropout with a schedule beyond 1")
-def _() -> None:
-    schedule = LinearSchedule(steps=10, end=2.0)
-    inject(nn.Sequential(nn.Dropout(0.1)), recipes.set_dropout(p=0.6), schedule=schedule, example_input=torch.ones(2))
+case(
+    "set_dropout with a schedule beyond 1",
+    lambda: inject(
+        nn.Sequential(nn.Dropout(0.1)),
+        recipes.set_dropout(p=0.6),
+        schedule=LinearSchedule(steps=10, end=2.0),
+        example_input=torch.ones(2),
+    ),
+)
 
 
 @case("a schedule of rates that changed again")
@@ -1158,15 +922,8 @@ def _() -> None:
 
 # --- observing
 
-
-@case("grad_cam of a layer without maps")
-def _() -> None:
-    observe.grad_cam(ResNet(), IMAGES, "fc")
-
-
-@case("grad_cam of several layers")
-def _() -> None:
-    observe.grad_cam(ResNet(), IMAGES, "layer1.*")
+case("grad_cam of a layer without maps", lambda: observe.grad_cam(ResNet(), IMAGES, "fc"))
+case("grad_cam of several layers", lambda: observe.grad_cam(ResNet(), IMAGES, "layer1.*"))
 
 
 @case("statistics of a layer that is never called")
@@ -1177,33 +934,27 @@ def _() -> None:
 
 # --- checks of one's own classes
 
-
-@case("a regularizer lacks a property")
-def _() -> None:
-    dict(testing.regularizer_checks(DropPath(p=0.3, scale=False)))["mean_is_kept"]()
-
-
-@case("a misspelled check")
-def _() -> None:
-    testing.check_regularizer(Dropout(p=0.1), expected_failures={"mean_kept": "it does not rescale"})
-
-
-@case("a check without an example of the shape")
-def _() -> None:
-    testing.check_regularizer(DropBlock(p=0.1, block_size=(3, 3, 3, 3)))
+case(
+    "a regularizer lacks a property",
+    lambda: dict(testing.regularizer_checks(DropPath(p=0.3, scale=False)))["mean_is_kept"](),
+)
+case(
+    "a misspelled check",
+    lambda: testing.check_regularizer(Dropout(p=0.1), expected_failures={"mean_kept": "it does not rescale"}),
+)
+case(
+    "a check without an example of the shape",
+    lambda: testing.check_regularizer(DropBlock(p=0.1, block_size=(3, 3, 3, 3))),
+)
 
 
 # --- the command line
 
-
-@case("command line: a misspelled regularizer")
-def _() -> None:
-    command("plan", "resnet18", "DropBlok(p=0.1)", "--layers", "layer1")
-
-
-@case("command line: a misspelled model")
-def _() -> None:
-    command("plan", "resnet5O", "Dropout(p=0.1)", "--layers", "layer1")
+case(
+    "command line: a misspelled regularizer",
+    lambda: command("plan", "resnet18", "DropBlok(p=0.1)", "--layers", "layer1"),
+)
+case("command line: a misspelled model", lambda: command("plan", "resnet5O", "Dropout(p=0.1)", "--layers", "layer1"))
 
 
 @case("command line: a package is not installed")
@@ -1212,19 +963,15 @@ def _() -> None:
         command("layers", "resnet18")
 
 
-@case("command line: no layers")
-def _() -> None:
-    command("plan", "resnet18", "Dropout(p=0.1)")
-
-
-@case("command line: a recipe and --layers")
-def _() -> None:
-    command("plan", "resnet18", "stochastic_depth(p=0.1)", "--layers", "layer1")
-
-
-@case("command line: an unreadable input size")
-def _() -> None:
-    command("plan", "resnet18", "Dropout(p=0.1)", "--layers", "layer1", "--input-size", "big")
+case("command line: no layers", lambda: command("plan", "resnet18", "Dropout(p=0.1)"))
+case(
+    "command line: a recipe and --layers",
+    lambda: command("plan", "resnet18", "stochastic_depth(p=0.1)", "--layers", "layer1"),
+)
+case(
+    "command line: an unreadable input size",
+    lambda: command("plan", "resnet18", "Dropout(p=0.1)", "--layers", "layer1", "--input-size", "big"),
+)
 
 
 # --- printing
@@ -1248,7 +995,13 @@ def provoke(function: Callable[[], Any]) -> list[str]:
 
 def code_of(function: Callable[[], Any]) -> str:
     """The body of a case."""
-    return textwrap.dedent("".join(inspect.getsourcelines(function)[0][2:])).rstrip()
+    line, source = function.__code__.co_firstlineno, Path(__file__).read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Lambda) and node.lineno == line:
+            return textwrap.dedent(ast.get_source_segment(source, node.body))
+        if isinstance(node, ast.FunctionDef) and node.decorator_list and node.decorator_list[0].lineno == line:
+            return textwrap.dedent("\n".join(source.splitlines()[node.lineno : node.end_lineno]))
+    raise AssertionError(f"no case begins at line {line}")
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,6 @@ from hookdrop import (
     LateSchedule,
     LinearSchedule,
     Schedule,
-    find,
     inject,
     plan,
 )
@@ -86,13 +84,6 @@ def test_linear_schedule_matches_the_paper() -> None:
     torch.testing.assert_close(torch.tensor(keep, dtype=torch.float64), expected)
 
 
-def test_linear_schedule_reaches_the_target_at_its_last_step() -> None:
-    """A ramp over T steps reaches its target after T steps, and not one step earlier."""
-    for steps in (1, 3, 7, 10, 49, 1000, 12_345):
-        assert LinearSchedule(steps)(steps) == 1.0
-        assert LinearSchedule(steps)(steps - 1) < 1.0
-
-
 def test_exponential_schedule_matches_curriculum_dropout() -> None:
     """Keep = (1 - k) exp(-g t) + k with g = 10 / T, Morerio et al. equation 2; it never exceeds the target."""
     keep, total = 0.5, 1000
@@ -120,13 +111,6 @@ def test_schedules_are_pure_picklable_and_comparable(schedule: Schedule) -> None
     assert again.simulate(20) == schedule.simulate(20)
     with pytest.raises(AttributeError):
         schedule.steps = 3
-
-
-@pytest.mark.parametrize("schedule", ALL, ids=repr)
-def test_repr_round_trip(schedule: Schedule) -> None:
-    if not isinstance(schedule, LambdaSchedule):
-        names = {cls.__name__: cls for cls in map(type, ALL)}
-        assert eval(repr(schedule), names) == schedule
 
 
 @pytest.mark.parametrize("schedule", ALL, ids=repr)
@@ -161,6 +145,13 @@ def test_peak_is_the_largest_multiplier(schedule: Schedule) -> None:
         (lambda: LambdaSchedule(lambda s: -1)(3), ValueError, r"fn\(3\) must lie in .0, inf\), got -1"),
         (lambda: LambdaSchedule(lambda s: "x")(3), TypeError, r"fn\(3\) must be a number"),
         (lambda: LinearSchedule(3).simulate(-1), ValueError, "n must be at least 0"),
+        (lambda: LinearSchedule(steps=0.0), ValueError, r"a float in \(0, 1\]; got 0.0"),
+        (lambda: LinearSchedule(steps=1.5), ValueError, r"got 1.5"),
+        (lambda: LinearSchedule(steps=1.0, delay=0.1), ValueError, "would end after the training: delay .* 1.1(?s:.)*write steps=0.9"),
+        (lambda: LinearSchedule(steps=3, delay=-0.1), ValueError, r"a float in \[0, 1\]; got -0.1"),
+        (lambda: EarlySchedule(cutoff=float("nan")), ValueError, "got nan"),
+        (lambda: ChainedSchedule([ConstantSchedule()] * 3, [0.5, 0.2]), ValueError, "increasing milestones"),
+        (lambda: ChainedSchedule([ConstantSchedule()] * 3, [0.5, 7]), ValueError, r"all integers or all fractions, got \[0.5, 7\]"),
     ],
 )  # fmt: skip
 def test_invalid_settings_raise(make: object, error: type[Exception], says: str) -> None:
@@ -261,26 +252,6 @@ class TestFractions:
         assert LinearSchedule(steps=fraction).resolve(total).settles_at >= 1
         assert EarlySchedule(cutoff=fraction).resolve(total)(0) == 1.0
 
-    @pytest.mark.parametrize(
-        ("make", "says"),
-        [
-            (lambda: LinearSchedule(steps=0.0), r"a float in \(0, 1\]; got 0.0"),
-            (lambda: LinearSchedule(steps=1.5), r"got 1.5"),
-            (lambda: LinearSchedule(steps=100.0), "write steps=100"),
-            (lambda: LinearSchedule(steps=1.0, delay=0.1), "would end after the training: delay .* 1.1(?s:.)*write steps=0.9"),
-            (lambda: LinearSchedule(steps=3, delay=-0.1), r"a float in \[0, 1\]; got -0.1"),
-            (lambda: EarlySchedule(cutoff=float("nan")), "got nan"),
-            (lambda: ChainedSchedule([ConstantSchedule()] * 3, [0.5, 0.2]), "increasing milestones"),
-        ],
-    )  # fmt: skip
-    def test_invalid_fractions_raise(self, make: Callable[[], Schedule], says: str) -> None:
-        with pytest.raises(ValueError, match=says):
-            make()
-
-    def test_milestones_do_not_mix_steps_and_fractions(self) -> None:
-        with pytest.raises(ValueError, match=r"all integers or all fractions, got \[0.5, 7\]"):
-            ChainedSchedule([ConstantSchedule()] * 3, [0.5, 7])
-
     def test_milestones_that_coincide_in_a_short_training_raise(self) -> None:
         schedule = ChainedSchedule([ConstantSchedule()] * 3, [0.50, 0.51])
         with pytest.raises(ValueError, match=r"increasing milestones.* got \[2, 2\]"):
@@ -292,7 +263,7 @@ class TestTotalSteps:
         drop = inject(
             nn.Linear(2, 2), Dropout(0.2), layers=nn.Linear, schedule=LinearSchedule(steps=1.0), total_steps=50
         )
-        assert drop.schedule == LinearSchedule(steps=50)
+        assert drop.schedule == drop.spec.schedule == LinearSchedule(steps=50)
         drop.seek(25)
         assert drop.p == pytest.approx(0.1)
 
@@ -302,20 +273,9 @@ class TestTotalSteps:
         assert str(planned).startswith("1 site of Sequential, LinearSchedule(steps=0.5) = LinearSchedule(steps=25)\n")
         assert planned.schedule == LinearSchedule(steps=25)
 
-    def test_a_missing_total_places_nothing(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        with pytest.raises(InjectionError, match=r"total_steps=(?s:.)*No hook was placed"):
-            inject(model, Dropout(0.2), layers="0", schedule=LinearSchedule(steps=0.5))
-        assert not find(model)
-
     @pytest.mark.parametrize("total", [0, -1, 2.5, "10", float("inf")])
     def test_an_invalid_total_raises(self, total: object) -> None:
         with pytest.raises((TypeError, ValueError), match="total_steps must be"):
             inject(
                 nn.Linear(2, 2), Dropout(0.2), layers=nn.Linear, schedule=LinearSchedule(steps=0.5), total_steps=total
             )
-
-    def test_the_spec_of_an_injection_is_in_steps(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.2), layers="0", schedule=LinearSchedule(steps=0.5), total_steps=50)
-        assert drop.spec.schedule == LinearSchedule(steps=25)

@@ -11,7 +11,6 @@ from torch import nn
 from hookdrop import (
     DropBlock,
     Dropout,
-    Dropout1d,
     Dropout2d,
     DropPath,
     FeatureAlphaDropout,
@@ -20,11 +19,9 @@ from hookdrop import (
     LinearSchedule,
     Masksembles,
     ShapeError,
-    find,
     inject,
     plan,
 )
-from tests.support.injections import UNCHANGED
 from tests.support.models import Small
 from tests.support.training import train
 
@@ -50,16 +47,6 @@ class NHWC(nn.Module):
 
 
 class TestShapes:
-    def test_dropblock_on_vit_tokens_is_an_error(self) -> None:
-        model, x = Tokens(), torch.randn(2, 196, 8)
-        with pytest.raises(ShapeError) as error:
-            inject(model, DropBlock(0.1, 7), layers="blocks.*", example_input=x)
-        assert str(error.value).startswith(
-            "DropBlock at 'blocks.0' got (2, 196, 8): tokens have no map.\n  use TokenDropout"
-        )
-        assert str(error.value).endswith(UNCHANGED)
-        assert not find(model)
-
     def test_first_forward_checks_shapes_even_at_rate_0(self) -> None:
         model = Tokens()
         inject(model, DropBlock(0.1, 7), layers="blocks.1", schedule=LinearSchedule(100))
@@ -97,22 +84,6 @@ class TestShapes:
         drafted = plan(NHWC(), DropBlock(0.1, 3, channel_dim=-1), layers="*", example_input=torch.randn(2, 14, 14, 24))
         assert [site.reading for site in drafted.sites] == ["C=24 H=14 W=14", "C=24 H=7 W=7"]
         assert drafted.warnings == []
-
-    def test_plan_warns_if_a_block_covers_the_whole_map(self, model: Small) -> None:
-        drafted = plan(model, DropBlock(0.1, 9), layers="layer1.*", example_input=torch.randn(1, 3, 7, 8))
-        assert drafted.warnings == [
-            "DropBlock at 'layer1.0': block_size=9 covers the whole 7x8 map: DropBlock drops blocks of 7x8 there, "
-            "which is Dropout2d. (and 1 more site like it)\n"
-            "  there, use a block smaller than the map, or Dropout2d, in a mapping: "
-            "inject(model, {'layer3.*': DropBlock(...), 'layer4.*': Dropout2d(...)})"
-        ]
-
-    def test_wrong_number_of_dimensions_is_an_error(self, model: Small, images: torch.Tensor) -> None:
-        with pytest.raises(ShapeError, match=r"Dropout1d at 'layer1.0' got \(4, 8, 16, 16\)(.|\n)*use Dropout2d"):
-            inject(model, Dropout1d(0.1), layers="layer1.*", example_input=images)
-        inject(model, Dropout1d(0.1), layers="layer1.0")
-        with pytest.raises(ShapeError, match="Dropout1d at 'layer1.0' got"):
-            model(images)
 
     def test_plan_checks_every_call_of_a_layer(self) -> None:
         """The first of two maps that a head is called with is too small."""
@@ -167,15 +138,3 @@ def test_a_strided_nested_tensor_is_refused_with_the_layout_that_works() -> None
         with pytest.raises(ShapeError, match=r"got a strided NestedTensor(.|\n)*layout=torch.jagged"):
             model(strided)
     assert model(torch.nested.nested_tensor(parts, layout=torch.jagged)).is_nested
-
-
-def test_complex_outputs_are_refused_with_a_way_out() -> None:
-    model = nn.Sequential(Spectrum())
-    inject(model, Dropout(0.5), layers="0")
-    with pytest.raises(ShapeError, match=r"complex64: no floating-point tensor(.|\n)*torch.view_as_real"):
-        model(torch.randn(2, 8))
-
-
-class Spectrum(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.fft.fft(x)

@@ -10,13 +10,6 @@ from hookdrop import DropBlock, Dropout, DropPath, Regularizer, plan
 from tests.support.models import Small
 
 
-def test_drop_path_on_whole_blocks_warns(model: Small, images: torch.Tensor) -> None:
-    drafted = plan(model, DropPath(0.1), layers="layer1.*", example_input=images)
-    (warning,) = [text for text in drafted.warnings if "whole residual block" in text]
-    assert warning.startswith("DropPath at 'layer1.0': the output includes the input")
-    assert warning.endswith("such as attn, mlp or bn3. (and 1 more site like it)")
-
-
 @pytest.mark.parametrize("regularizer", [DropBlock(0.95, 3), DropPath(0.8)])
 def test_rates_that_look_like_keep_prob_warn(regularizer: Regularizer) -> None:
     (warning,) = plan(nn.Sequential(nn.Identity()), regularizer, layers="0").warnings
@@ -57,3 +50,10 @@ def test_layers_that_already_drop_warn(drops: nn.Module, place: str) -> None:
 def test_layers_that_drop_nothing_do_not_warn(drops: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(4, 4), drops)
     assert not plan(model, Dropout(0.1), layers="*", example_input=torch.ones(2, 4)).warnings
+
+
+def test_drop_path_on_whole_blocks_warns(model: Small, images: torch.Tensor) -> None:
+    drafted = plan(model, DropPath(0.1), layers="layer1.*", example_input=images)
+    (warning,) = [text for text in drafted.warnings if "whole residual block" in text]
+    assert warning.startswith("DropPath at 'layer1.0': the output includes the input")
+    assert warning.endswith("such as attn, mlp or bn3. (and 1 more site like it)")

@@ -69,14 +69,6 @@ class TestSchedules:
         drop.seek(10)
         optimize(model, 3 * UPDATES_BEFORE_WARNING)
 
-    def test_rebuilt_optimizer_warns_at_its_first_step(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-        drop.follow(torch.optim.SGD(model.parameters(), 0.1))
-        gc.collect()
-        with pytest.warns(HookdropWarning, match="the optimizer that it followed no longer exists"):
-            optimize(model, 1)
-
     def test_deleted_optimizer_of_a_finished_schedule_does_not_warn(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1))
@@ -188,15 +180,6 @@ class TestSchedules:
         assert [str(w.message).partition(":")[2][:30] for w in caught] == [" 1 of 1 sites lost their hook:"]
         assert len(drop.check()) == 1
 
-    def test_remove_warns_if_the_schedule_is_not_advancing(self) -> None:
-        model = nn.Sequential(nn.Identity())
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
-        train(model, torch.ones(2))
-        assert len(drop.check()) == 1
-        with pytest.warns(HookdropWarning, match="its schedule is not advancing"):
-            drop.remove()
-        drop.remove()
-
     @pytest.mark.parametrize(
         "drive", [lambda d, o: d.step(), lambda d, o: d.seek(d.step_count + 1), lambda d, o: d.follow(o)]
     )
@@ -212,6 +195,14 @@ class TestSchedules:
                 drive(drop, optimizer)
         assert drop.check() == []
         drop.metrics()
+
+    def test_rebuilt_optimizer_warns_at_its_first_step(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
+        drop.follow(torch.optim.SGD(model.parameters(), 0.1))
+        gc.collect()
+        with pytest.warns(HookdropWarning, match="the optimizer that it followed no longer exists"):
+            optimize(model, 1)
 
 
 class TestHealthyTrainings:
@@ -275,6 +266,14 @@ def test_optimizer_steps_do_not_traverse_models() -> None:
     assert not any(part is own for part in traversed for own in model.modules())
 
 
+def test_eval_mode_warning_names_all_sites() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).eval()
+    model[1].train()
+    inject(model, Dropout(0.1), layers="*")
+    with pytest.warns(HookdropWarning, match="'dropout': '0', '2' only ran in eval mode"):
+        optimize(model, 2 * UPDATES_BEFORE_WARNING)
+
+
 def test_hooked_weight_average_does_not_warn() -> None:
     model, average = mlp(), mlp().eval()
     drop = inject(average, Dropout(0.5), layers="0")
@@ -287,19 +286,3 @@ def test_hooked_weight_average_does_not_warn() -> None:
                 mine.lerp_(theirs, 0.1)
     with drop.sampling():
         average(torch.ones(2, 8))
-
-
-def test_model_always_in_eval_mode_warns() -> None:
-    """As are models from transformers' `from_pretrained`, or with frozen batch norm."""
-    model = nn.Sequential(nn.Linear(2, 2)).eval()
-    inject(model, Dropout(0.1), layers="0")
-    with pytest.warns(HookdropWarning, match="'0' only ran in eval mode"):
-        optimize(model, 2 * UPDATES_BEFORE_WARNING)
-
-
-def test_eval_mode_warning_names_all_sites() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).eval()
-    model[1].train()
-    inject(model, Dropout(0.1), layers="*")
-    with pytest.warns(HookdropWarning, match="'dropout': '0', '2' only ran in eval mode"):
-        optimize(model, 2 * UPDATES_BEFORE_WARNING)

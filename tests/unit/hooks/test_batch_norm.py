@@ -91,18 +91,6 @@ def test_no_warning(model: Small, images: Tensor, use: Callable[[Small, Tensor],
     use(model, images)
 
 
-def test_training_with_gradients_does_not_look_at_its_callers(
-    model: Small, images: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inject(model, Dropout(0.5), layers="layer1.*")
-    calls: list[Any] = []
-    monkeypatch.setattr(hook, "collects_statistics", lambda: calls.append(1))
-    model(images).sum().backward()
-    assert not calls
-    train_without_gradients(model, images)
-    assert calls
-
-
 def test_a_forward_without_gradients_warns_once_the_model_is_trained(model: Small, images: Tensor) -> None:
     """A reference pass of DPO or a rollout; the recompute of a reentrant checkpoint, sampling and `probe` are none."""
     drop = inject(model, Dropout(0.5), layers="layer1.*")
@@ -121,3 +109,15 @@ def test_a_forward_without_gradients_warns_once_the_model_is_trained(model: Smal
         train_without_gradients(model, images)
     assert len(caught) == 1
     train_without_gradients(model, images)
+
+
+def test_training_with_gradients_does_not_look_at_its_callers(
+    model: Small, images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inject(model, Dropout(0.5), layers="layer1.*")
+    calls: list[Any] = []
+    monkeypatch.setattr(hook, "collects_statistics", lambda: calls.append(1))
+    model(images).sum().backward()
+    assert not calls
+    train_without_gradients(model, images)
+    assert calls

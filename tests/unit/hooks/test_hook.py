@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import DropBlock, Dropout, InjectionError, Regularizer, ShapeError, inject
-from tests.support.injections import layer
+from hookdrop import DropBlock, Dropout, Regularizer, ShapeError, inject
 from tests.support.models import Small
 
 
@@ -70,10 +69,3 @@ def test_error_inside_a_regularizer_names_the_site(model: Small, images: torch.T
     with pytest.raises(RuntimeError) as error:
         model(images)
     assert error.value.__notes__ == ["in hookdrop's linalg_inv at 'fc'"]
-
-
-def test_vmap_without_random_numbers_says_what_to_do() -> None:
-    """As in Opacus' functorch sampler."""
-    model, _ = layer()
-    with pytest.raises(InjectionError, match=r'Dropout at \'0\' draws random numbers(.|\n)*randomness="different"'):
-        torch.func.vmap(model)(torch.ones(4, 3))

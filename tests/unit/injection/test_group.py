@@ -10,15 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    Dropout,
-    InjectionError,
-    LinearSchedule,
-    StateError,
-    find,
-    inject,
-    without_hooks,
-)
+from hookdrop import Dropout, LinearSchedule, StateError, find, inject, without_hooks
 from hookdrop.hooks.registry import hooks_of
 from tests.support.models import ROWS, mlp, pair
 from tests.support.training import sgd
@@ -76,15 +68,3 @@ class TestPartsOfModels:
         copied.remove()
         assert list(hooks_of(twin)) == []
         assert drop.p == 0.5
-
-
-def test_step_of_all_raises_if_one_injection_follows_an_optimizer() -> None:
-    model = pair()
-    first = inject(model, Dropout(0.5), layers="0.0", schedule=LinearSchedule(10))
-    second = inject(model, Dropout(0.5), layers="1.0", schedule=LinearSchedule(10), name="second")
-    opt = sgd(model)
-    second.follow(opt)
-    with pytest.raises(InjectionError, match="'second' follows an optimizer"):
-        find(model).step()
-    assert first.step_count == 0
-    assert opt is not None

@@ -31,18 +31,6 @@ class TestPlans:
         assert plan(model, Dropout(0.1), layers="**.conv1", example_input=images).warnings == []
         assert plan(model, Dropout(0.5), layers="**.bn1", example_input=images).warnings == []
 
-    def test_frozen_layers_warn(self, model: Small, images: torch.Tensor) -> None:
-        model.layer1.requires_grad_(False)
-        drafted = plan(model, Dropout(0.1), layers="layer?.*", example_input=images)
-        assert drafted.warnings == [
-            "2 sites on frozen layers, whose output is still regularized: 'layer1.0', 'layer1.1'."
-        ]
-
-    def test_transformer_encoder_layer_warns_about_its_fused_path(self) -> None:
-        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
-        drafted = plan(model, Dropout(0.1), layers="layers.0.linear2")
-        assert "leaves its fused eval path" in drafted.warnings[0]
-
     def test_reading_mentions_one_of_several_tensors(self) -> None:
         lstm = nn.LSTM(3, 4)
         drafted = plan(lstm, Dropout(0.1), layers=lstm, example_input=torch.ones(2, 1, 3))
@@ -94,6 +82,18 @@ class TestPlans:
         x = torch.ones(2, 3)
         for example in (x, (x,), (x, [x]), {"a": x}, {"a": x, "b": [x]}):
             assert plan(Two(), Dropout(0.1), layers="fc", example_input=example).sites[0].shape == (2, 3)
+
+    def test_transformer_encoder_layer_warns_about_its_fused_path(self) -> None:
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
+        drafted = plan(model, Dropout(0.1), layers="layers.0.linear2")
+        assert "leaves its fused eval path" in drafted.warnings[0]
+
+    def test_frozen_layers_warn(self, model: Small, images: torch.Tensor) -> None:
+        model.layer1.requires_grad_(False)
+        drafted = plan(model, Dropout(0.1), layers="layer?.*", example_input=images)
+        assert drafted.warnings == [
+            "2 sites on frozen layers, whose output is still regularized: 'layer1.0', 'layer1.1'."
+        ]
 
 
 def test_plan_at_the_input_shows_input_shapes(model: Small, images: torch.Tensor) -> None:

@@ -15,7 +15,6 @@ from hookdrop import (
     Dropout,
     Dropout1d,
     DropPath,
-    HookdropError,
     InjectionError,
     LambdaSchedule,
     LayerError,
@@ -141,11 +140,9 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", INVALID)
-@pytest.mark.parametrize("training", [True, False])
-def test_invalid_arguments_raise_and_change_nothing(model: Small, case: str, training: bool) -> None:
+def test_invalid_arguments_raise_and_change_nothing(model: Small, case: str) -> None:
     changes, error, says = INVALID[case]
-    model.train(training)
-    model.layer2[0].train(not training)
+    model.layer2[0].eval()
     settings: dict[str, Any] = {"regularizer": Dropout(0.1), "layers": "layer1.*"} | changes
     flags, rng = [m.training for m in model.modules()], torch.get_rng_state()
     with pytest.raises(error, match=says) as caught:
@@ -164,13 +161,6 @@ class TestKeras:
     def layer(name: str, *parts: nn.Module) -> nn.Module:
         base = type("Layer", (nn.Sequential,), {"__module__": "keras.src.layers.layer"})
         return type(name, (base,), {"__module__": "keras.src.layers.core"})(*parts)
-
-    def test_keras_layers_raise(self) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), self.layer("Dense", nn.ReLU()))
-        with pytest.raises(InjectionError, match=r"'1' \(Dense\) is a Keras layer(.|\n)*keras.layers.Dropout") as e:
-            inject(model, Dropout(0.5), layers="*")
-        assert str(e.value).endswith(UNCHANGED)
-        assert not find(model)
 
     def test_torch_layers_of_a_keras_model_are_hooked(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), self.layer("TorchModuleWrapper", nn.ReLU()), self.layer("Dense"))
@@ -228,11 +218,6 @@ def test_script_modules_raise() -> None:
     with pytest.raises(InjectionError, match="does not support Python hooks"):
         inject(model.scripted, Dropout(0.1), layers="*")
     inject(model, Dropout(0.1), layers="plain")
-
-
-def test_errors_are_hookdrop_errors_or_value_or_type_errors() -> None:
-    for changes, error, _ in INVALID.values():
-        assert issubclass(error, HookdropError | ValueError | TypeError), changes
 
 
 def test_p_scale_as_a_function(model: Small) -> None:

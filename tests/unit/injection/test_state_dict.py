@@ -167,18 +167,20 @@ def test_state_dict_without_rates() -> None:
     assert again.step_count == 3
 
 
-def test_loading_rates_out_of_range_changes_nothing() -> None:
-    drop = inject(model := pair(), Dropout(0.3), layers="*.0", p_scale={"0.0": 2.0})
+@pytest.mark.parametrize(
+    ("regularizer", "settings", "target", "says"),
+    [
+        (torch.relu, {}, 0.1, "has no rate, got 0.1. Nothing was loaded"),
+        (Dropout(0.3), {"p_scale": {"0.0": 2.0}}, 0.9, "must lie in"),
+    ],
+    ids=["no rate", "out of range after p_scale"],
+)
+def test_loading_rates_that_do_not_fit_changes_nothing(
+    regularizer: Any, settings: dict[str, Any], target: float, says: str
+) -> None:
+    model = pair()
+    drop = inject(model, regularizer, layers="*.0", **settings)
     before = drop.state_dict()
-    with pytest.raises(StateError, match="must lie in"):
-        drop.load_state_dict(changed(before, target_p=[0.9, 0.9], step_count=77, enabled=False))
+    with pytest.raises(StateError, match=says):
+        drop.load_state_dict(changed(before, target_p=[target, target], step_count=77, enabled=False))
     assert drop.state_dict() == before
-    assert len(find(model)) == 1
-
-
-def test_loading_rates_for_sites_without_a_rate_raises() -> None:
-    drop = inject(model := pair(), torch.relu, layers="*.0")
-    saved = changed(drop.state_dict(), target_p=[0.1, 0.1])
-    with pytest.raises(StateError, match="has no rate, got 0.1. Nothing was loaded"):
-        drop.load_state_dict(saved)
-    assert len(find(model)) == 1

@@ -68,31 +68,6 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(blocks, order[:most].sort().values.to(blocks.index_dtype), channels)
 
 
-FIXED = {
-    "1-D": Blocks(2, 3, (20,), (5,)),
-    "1-D, channels last": Blocks(2, 3, (20,), (5,), channel=2),
-    "odd": Blocks(2, 3, (9, 9), (3, 3)),
-    "even": Blocks(2, 3, (8, 8), (4, 4)),
-    "not square": Blocks(2, 3, (6, 11), (2, 5)),
-    "covering": Blocks(4, 3, (7, 7), (7, 7)),
-    "covering one axis": Blocks(2, 3, (5, 9), (5, 2)),
-    "one element": Blocks(2, 3, (6, 7), (1, 1)),
-    "shared": Blocks(3, 1, (8, 9), (3, 4)),
-    "channels last": Blocks(2, 3, (8, 9), (3, 4), channel=3),
-    "3-D": Blocks(2, 3, (4, 5, 6), (2, 3, 2)),
-    "3-D, channels last": Blocks(2, 3, (4, 5, 6), (2, 3, 2), channel=4),
-    "3-D, shared, channels last": Blocks(2, 1, (4, 5, 6), (1, 3, 6), channel=4),
-    "padded rows": Blocks(2, 17, (13, 11), (3, 4)),
-}
-
-
-@pytest.fixture(params=FIXED, name="case")
-def fixed(request: pytest.FixtureRequest) -> Case:
-    blocks = FIXED[request.param]
-    seeds = torch.randperm(blocks.places)[: max(2, blocks.places // 10)].sort().values
-    return Case(blocks, seeds, 4 if blocks.channels == 1 else blocks.channels)
-
-
 def check_mask(case: Case) -> None:
     blocks, expected = case.blocks, case.dropped
     rows = blocks.rows(case.seeds)
@@ -123,20 +98,6 @@ def check_zeroed(case: Case, x: Tensor) -> None:
     assert (x.storage_offset(), x.stride()) == layout
 
 
-def test_mask_of_fixed_geometries(case: Case) -> None:
-    """Sparse and dense seeds give the same mask as the loops."""
-    check_mask(case)
-
-
-def test_counts_of_fixed_geometries(case: Case) -> None:
-    check_counts(case)
-
-
-def test_zeroing_of_fixed_geometries(case: Case) -> None:
-    if case.blocks.channels == case.channels:
-        check_zeroed(case, torch.randn(case.shape))
-
-
 @given(case=cases())
 def test_mask_of_random_geometries(case: Case) -> None:
     check_mask(case)
@@ -159,27 +120,6 @@ def test_zeroing_any_memory_format(case: Case, order: list[int], dtype: torch.dt
     check_zeroed(case, x)
     assert torch.equal(memory[:3], before[:3])
     assert torch.equal(memory[-5:], before[-5:])
-
-
-@pytest.mark.parametrize(
-    ("sizes", "edges", "memory_format"),
-    [((9, 11), (3, 4), torch.channels_last), ((4, 5, 6), (2, 3, 2), torch.channels_last_3d)],
-)
-def test_zeroing_channels_last_memory(
-    sizes: tuple[int, ...], edges: tuple[int, ...], memory_format: torch.memory_format
-) -> None:
-    blocks = Blocks(3, 5, sizes, edges)
-    case = Case(blocks, torch.randperm(blocks.places)[:20].sort().values, 5)
-    check_zeroed(case, torch.randn(case.shape).contiguous(memory_format=memory_format))
-
-
-def test_zeroing_clears_nan_and_inf() -> None:
-    blocks = Blocks(1, 1, (4, 4), (2, 2))
-    x = torch.full((1, 1, 4, 4), torch.nan)
-    x[0, 0, 0, 0] = torch.inf
-    blocks.zero_(x, torch.tensor([0]))
-    assert x[0, 0, :2, :2].tolist() == [[0, 0], [0, 0]]
-    assert x.isnan().sum() == 12
 
 
 @pytest.mark.parametrize("channel", [1, 3])
@@ -216,20 +156,6 @@ def test_counts_of_full_masks_do_not_overflow_bytes(samples: int, elements_per_s
         assert rows[:, :elements_per_sample].all()
         assert not rows[:, elements_per_sample:].any()
         assert blocks.counts(rows).tolist() == [elements_per_sample] * samples
-
-
-def test_counts_of_long_rows() -> None:
-    blocks = Blocks(3, 5, (40, 41), (2, 3))
-    case = Case(blocks, (torch.rand(blocks.places) < 0.1).nonzero().flatten(), 5)
-    check_mask(case)
-    check_counts(case)
-
-
-def test_places_are_positions_where_a_whole_block_fits() -> None:
-    blocks = Blocks(2, 3, (4, 9), (4, 2))
-    assert blocks.valid == (1, 8)
-    assert blocks.places == 2 * 3 * 8
-    assert blocks.elements_per_sample == 3 * 36
 
 
 @pytest.mark.parametrize(("samples", "dtype"), [(2**31 - 1, torch.int32), (2**31, torch.int64)])

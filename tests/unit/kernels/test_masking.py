@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.func import functional_call, grad, jacrev, jvp, vmap
+from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from hookdrop import DropBlock, inject
 from hookdrop.functional import drop_block, dropout
 from hookdrop.kernels import native as kernel
 
@@ -126,74 +125,6 @@ def test_vmap_over_any_axis(settings: dict, in_dim: int) -> None:
         factor = 1 / (1 - settings["p"]) if settings["normalize"] else 1.0
         torch.testing.assert_close(y, torch.where(kept, x * factor, 0))
     assert 0 < kept.float().mean() < 1
-
-
-@pytest.mark.parametrize("outer", ["same", "different"])
-@pytest.mark.parametrize("inner", ["same", "different"])
-@pytest.mark.parametrize("settings", SETTINGS[::2], ids=repr)
-def test_nested_vmap(settings: dict, inner: str, outer: str) -> None:
-    x = torch.ones(2, 3, 4, 8, 12, 12)
-    y = vmap(vmap(lambda x: drop_block(x, **settings), randomness=inner), randomness=outer)(x) == 0
-    masks = {tuple(y[i, j].flatten().tolist()) for i in range(2) for j in range(3)}
-    assert len(masks) == (3 if inner == "different" else 1) * (2 if outer == "different" else 1)
-
-
-def test_vmap_randomness_controls_dropout() -> None:
-    x = torch.ones(4, BIG)
-    different = vmap(lambda x: dropout(x, 0.3), randomness="different")(x)
-    same = vmap(lambda x: dropout(x, 0.3), randomness="same")(x)
-    assert not torch.equal(different[0], different[1])
-    assert torch.equal(same[0], same[1])
-    assert (different == 0).float().mean() == pytest.approx(0.3, abs=0.01)
-
-
-@pytest.mark.parametrize("settings", SETTINGS[::2], ids=repr)
-def test_torch_func_transforms(settings: dict) -> None:
-    """`grad`, `jvp`, `jacrev`, nested `grad`, and per-sample gradients of a hooked model."""
-    x = torch.ones(2, 3, 6, 6)
-    drop = seeded_call(lambda x: drop_block(x, **settings))
-    y, tangent = jvp(drop, (x,), (x,))
-    assert torch.equal(y, tangent)
-    torch.testing.assert_close(grad(lambda x: drop(x).sum())(x), y)
-    torch.testing.assert_close(grad(lambda x: grad(lambda x: (drop(x) ** 3).sum())(x).sum())(x), 6 * y**3)
-    torch.testing.assert_close(jacrev(drop)(x).flatten(4).flatten(0, 3).sum(0).view_as(x), y)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1))
-    inject(model, DropBlock(**settings), layers="0")
-    weights = dict(model.named_parameters())
-
-    def loss(weights: dict, x: torch.Tensor) -> torch.Tensor:
-        return functional_call(model, weights, (x.unsqueeze(0),)).sum()
-
-    each = vmap(grad(loss), in_dims=(None, 0), randomness="different")(weights, torch.rand(5, 3, 6, 6))
-    assert each["0.weight"].shape == (5, 4, 3, 1, 1)
-
-
-def test_inference_mode() -> None:
-    with torch.inference_mode():
-        y = drop_block(torch.ones(4, 8, 12, 12), 0.3, 3)
-        assert (y == 0).any()
-        assert (dropout(torch.ones(BIG), 0.3) == 0).any()
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_non_contiguous_inputs(own: bool) -> None:
-    """Slices, transposes, expanded inputs, and the expanded gradient of `sum`."""
-    whole = torch.rand(4, 6, 12, 14) + 1
-    for x in (
-        whole[:, 1:5],
-        whole[..., ::2],
-        whole.transpose(2, 3),
-        whole.transpose(0, 1),
-        whole[:1].expand(4, 6, 12, 14),
-    ):
-        x = x.detach().requires_grad_()
-        torch.manual_seed(2)
-        y = drop_block(x, 0.3, 3, per_channel=own)
-        (gradient,) = torch.autograd.grad(y.sum(), x)
-        torch.manual_seed(2)
-        torch.testing.assert_close(drop_block(x.detach().contiguous(), 0.3, 3, per_channel=own), y)
-        torch.testing.assert_close(gradient * x, y)
-        assert x.min() >= 1, "the input was modified"
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)

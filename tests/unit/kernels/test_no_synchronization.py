@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from hookdrop.functional import drop_block, dropout
+from hookdrop.functional import drop_block
 from hookdrop.kernels import drawing, random_numbers, triton_dropblock
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import apply_mask_no_grad
@@ -76,15 +76,6 @@ def test_drop_block_backward_does_not_synchronize(
 
 
 @fake_cuda
-def test_dropout_does_not_synchronize() -> None:
-    for device in ("cuda", "cpu"):
-        with FakeTensorMode(allow_non_fake_inputs=False):
-            x = torch.empty(64, 1024, device=device)
-            assert dropout(x, 0.1).device == x.device
-            assert dropout(x.to(torch.bfloat16), 0.1).dtype == torch.bfloat16
-
-
-@fake_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 def test_no_regularizer_synchronizes(case: Case, dtype: torch.dtype) -> None:
@@ -93,12 +84,3 @@ def test_no_regularizer_synchronizes(case: Case, dtype: torch.dtype) -> None:
             x = torch.empty(case.shape, dtype=dtype, device=device)
             y = case(x)
             assert (y.shape, y.dtype, y.device.type) == (x.shape, dtype, device)
-
-
-def test_default_device_has_no_effect() -> None:
-    """Intermediate tensors are on the device of the input."""
-    x = torch.ones(8, 16, 14, 14)
-    with torch.device("meta"):
-        for p in (0.1, 0.95):
-            assert 0 < (drop_block(x, p, 3) == 0).float().mean() < 1
-        assert (dropout(torch.ones(2**15, device="cpu"), 0.3) == 0).any()

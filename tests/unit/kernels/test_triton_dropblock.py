@@ -112,13 +112,6 @@ def test_the_rate_is_exact(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(mask.double().mean() - p) <= 4.5 * math.sqrt(p * (1 - p) / mask.numel())
 
 
-def test_fixed_point_rates() -> None:
-    """A seed is drawn if a 64-bit random number is at most this number, as an unsigned one."""
-    for rate in (1.0, 0.75, 0.5, 0.1, 2.0**-40):
-        assert (triton_dropblock._fixed_point(rate) % 2**64 + 1) / 2**64 == rate
-    assert triton_dropblock._fixed_point(0.0) == triton_dropblock._fixed_point(1e-30) == 0
-
-
 @pytest.mark.parametrize(("block", "p"), [(1, 0.3), (3, 0.3), (4, 0.6)])
 def test_masks_have_the_distribution_of_those_of_the_cpu(block: int, p: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The frequency at each position, of each pair of positions in a row, and the dropped elements of a map."""
@@ -187,12 +180,6 @@ def test_memory_formats_have_the_same_masks(per_channel: bool) -> None:
         results.append(y.float())
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-6, atol=0)
-
-
-def test_nan_and_infinity_are_dropped() -> None:
-    y = drop_block(torch.full((4, 8, 7, 7), math.nan, device=DEVICE), 0.5, 3)
-    assert 0 < (y == 0).sum() < y.numel()
-    assert drop_block(torch.full((2, 3, 7, 7), math.inf, device=DEVICE), 1.0, 3).count_nonzero() == 0
 
 
 def test_the_random_state_is_that_of_pytorch() -> None:

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import interpolate
-from torch.utils.checkpoint import checkpoint
 
-from hookdrop import Dropout, HookdropError, HookdropWarning, LayerError, ShapeError, find, inject
+from hookdrop import Dropout, HookdropError, LayerError, ShapeError, find, inject
 from hookdrop.observe import grad_cam
 from hookdrop.observe.cam import as_map
 from tests.support.models import Small
@@ -58,13 +57,6 @@ class TestPapers:
         assert torch.allclose(
             grad_cam(model, x, "conv1.0", 2), reference_grad_cam(model, x, "conv1.0", [2, 2]), atol=1e-4
         )
-
-    def test_maps_range_from_0_to_1(self, model: Small, images: torch.Tensor) -> None:
-        maps = grad_cam(model, images, "layer2", 3)
-        assert maps.shape == (4, 16, 16)
-        assert maps.dtype == torch.float32
-        assert maps.min() >= 0
-        assert torch.allclose(maps.amax((1, 2)), torch.ones(4), atol=1e-3)
 
     @pytest.mark.parametrize("size", [1e-4, 1e-12, 1e-25])
     def test_maximum_is_1_for_tiny_gradients(self, size: float) -> None:
@@ -153,24 +145,6 @@ class TestNoSideEffects:
         with context():
             assert torch.equal(grad_cam(model, images.clone(), "layer2"), expected)
 
-    def test_grad_cam_with_activation_checkpointing(self, images: torch.Tensor) -> None:
-        class Checkpointed(Strided):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                x = self.layer1(self.conv1(x))
-                return self.fc(checkpoint(self.layer2, x, use_reentrant=False).mean((2, 3)))
-
-        model, plain = Checkpointed(), Strided()
-        plain.load_state_dict(model.state_dict())
-        assert torch.equal(grad_cam(model, images, "layer2.0", 1), grad_cam(plain, images, "layer2.0", 1))
-
-    def test_images_are_unchanged(self, images: torch.Tensor) -> None:
-        model = nn.Sequential(nn.ReLU(inplace=True), Small())
-        before = images.clone()
-        images.requires_grad_()
-        grad_cam(model, images, "1.layer2")
-        assert torch.equal(images, before)
-        assert images.grad is None
-
 
 class TestTransformers:
     @pytest.mark.parametrize(
@@ -206,14 +180,6 @@ class TestTransformers:
 
 
 class TestErrors:
-    def test_invalid_layers_raise(self, model: Small, images: torch.Tensor) -> None:
-        with pytest.raises(LayerError, match="did you mean: 'layer2'"):
-            grad_cam(model, images, "layer3")
-        with pytest.raises(LayerError, match="must match one layer, but it matches 2: 'layer1', 'layer2'"):
-            grad_cam(model, images, "layer?")
-        with pytest.raises(ShapeError, match=r"the layer returns \(4, 10\) float32: expected a map"):
-            grad_cam(model, images, "fc")
-
     def test_layer_called_more_than_once_or_never_raises(self, images: torch.Tensor) -> None:
         relu = nn.ReLU()
         model = nn.Sequential(nn.Conv2d(3, 4, 3), relu, relu, nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -237,19 +203,6 @@ class TestErrors:
     def test_uint8_images_raise(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(TypeError, match=r"grad_cam: x must be a dense floating-point.*uint8.\n  pass x.float\(\)"):
             grad_cam(model, images.byte(), "layer2")
-
-    def test_maps_of_non_finite_images_are_nan(self, model: Small, images: torch.Tensor) -> None:
-        bad = images.clone()
-        bad[2, 0, 3, 3] = torch.nan
-        maps = grad_cam(model, bad, "layer2", 1)
-        assert maps[2].isnan().all()
-        assert torch.equal(maps[[0, 1, 3]], grad_cam(model, images, "layer2", 1)[[0, 1, 3]])
-
-    def test_all_zero_map_warns(self, model: Small, images: torch.Tensor) -> None:
-        with torch.no_grad():
-            model.fc.weight[1] = 0
-        with pytest.warns(HookdropWarning, match="0 everywhere.*\n  use another layer or class"):
-            assert not grad_cam(model, images, "layer2", 1).any()
 
     def test_invalid_shapes_of_images_and_model_output_raise(self, model: Small, images: torch.Tensor) -> None:
         with pytest.raises(ShapeError, match=r"images \(N, C, H, W\), got \(3, 16, 16\)"):

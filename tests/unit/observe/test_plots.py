@@ -23,13 +23,12 @@ from hookdrop import (
     inject,
 )
 from hookdrop.injection import figures
-from hookdrop.injection.figures import DROPPED, KEPT, as_images
+from hookdrop.injection.figures import as_images
 from hookdrop.observe import CamComparison, Recording, plot_schedule, stats
 from tests.support.models import Small
 
 pytest.importorskip("matplotlib")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 np = pytest.importorskip("numpy")
@@ -81,12 +80,6 @@ class TestRecordings:
             ["kept", "dropped"]
         ]
 
-    def test_mask_has_two_colors(self) -> None:
-        r = recorded(nn.Identity(), Dropout(0.5), torch.ones(4, 2, 8, 8))
-        image = all_axes(r.plot_masks())[0].images[0]
-        colors = image.to_rgba(np.array([0.0, 1.0]))
-        assert np.allclose(colors, [to_rgba(DROPPED), to_rgba(KEPT)], atol=0.01)
-
     def test_plot_masks(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.3), layers=["layer1", "fc"])
         with drop.recording() as r:
@@ -133,9 +126,6 @@ class TestImages:
         x = torch.ones(1, 1, 2, 2)
         x[0, 0, 0, 0], x[0, 0, 0, 1] = float("inf"), 3
         assert all_axes(figures.blocks_figure({"": {"": x}}))[0].images[0].get_clim() == (1, 3)
-
-    def test_bfloat16_tensor_with_a_graph(self) -> None:
-        figures.images_of(torch.randn(1, 2, 4, 4, dtype=torch.bfloat16, requires_grad=True) * 1, 0, 8)[0].numpy()
 
     def test_invalid_arguments_raise(self) -> None:
         with pytest.raises(ShapeError, match="has no sample=4: the batch size is 4"):
@@ -236,13 +226,6 @@ class TestClassActivationMaps:
         ]
         assert np.array_equal(axes[3].images[1].get_array(), before[1])
         assert axes[3].images[1].get_clim() == (0, 1)
-
-    def test_images_are_aligned_with_their_maps(self) -> None:
-        figure = CamComparison(torch.rand(3, 1, 8, 8), [1, 2, 3], torch.rand(3, 8, 8), torch.rand(3, 8, 8)).plot()
-        FigureCanvasAgg(figure).draw()  # drawing computes the layout
-        left = np.array([axes.get_position().x0 for axes in all_axes(figure)]).reshape(3, 3)
-        assert np.allclose(left, left[0], atol=1e-3)
-        assert left[0, 0] < left[0, 1] < left[0, 2]
 
     def test_three_channel_images_are_in_color_others_in_gray(self) -> None:
         x = torch.randn(2, 3, 4, 4)

@@ -201,12 +201,6 @@ class TestDeadAndSaturated:
             model(torch.tensor(values))
         assert seen["0"].saturated == pytest.approx(fraction)
 
-    def test_saturated_is_none_for_unbounded_layers(self) -> None:
-        model = nn.Sequential(nn.ReLU())
-        with stats(model) as seen:
-            model(torch.randn(4, 4))
-        assert seen["0"].saturated is None
-
 
 class TestDoubts:
     def test_vanishing_gradient(self) -> None:
@@ -227,12 +221,6 @@ class TestDoubts:
         assert any(doubt.startswith("'0': gradient explodes") for doubt in seen.doubts())
         assert not any("'14'" in doubt and "gradient" in doubt for doubt in seen.doubts())
 
-    def test_vanishing_output(self) -> None:
-        model = deep_network(nn.Identity, 8, gain=0.1)
-        with stats(model) as seen:
-            model(torch.randn(16, 32))
-        assert any("'15': output vanishes" in doubt for doubt in seen.doubts())
-
     def test_zero_output_and_gradient(self, model: Small, images: torch.Tensor) -> None:
         nn.init.zeros_(model.layer2[1].bn2.weight)  # a common initialization of residual branches
         with stats(model) as seen:
@@ -245,12 +233,6 @@ class TestDoubts:
         with stats(model) as seen:
             backward(model, images)
         assert seen.doubts() == []
-
-    def test_non_finite_output(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        with stats(model) as seen:
-            model(torch.tensor([[math.inf, 1.0]]))
-        assert seen.doubts() == ["'0': output is not finite"]
 
     def test_dead_and_saturated_layers(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU())

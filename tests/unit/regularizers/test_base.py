@@ -12,6 +12,7 @@ from torch import nn
 import hookdrop
 from hookdrop import InjectionError, LinearSchedule, Rate, Regularizer, inject
 from hookdrop.regularizers import as_regularizer
+from tests.support.injections import halve
 
 
 class Own(Regularizer):
@@ -39,8 +40,14 @@ class Counting(nn.Module):
         return x * (1 - self.p)
 
 
-def halve(x: torch.Tensor) -> torch.Tensor:
-    return x / 2
+class TensorRate(Own):
+    """Stores its rate as a tensor."""
+
+    rate: Any = Rate("p")
+
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        self.p = torch.tensor(p)
 
 
 class TestForeignModules:
@@ -58,8 +65,24 @@ class TestForeignModules:
         assert (module.p, module.calls) == (0.5, 0)
         assert foreign.module.calls == 2
 
+    def test_inplace_is_disabled_on_the_copy_of_each_site(self) -> None:
+        given = nn.Dropout(0.4, inplace=True)
+        model = nn.Sequential(nn.Sigmoid(), nn.Sigmoid())
+        drop = inject(model, given, layers="*", p_scale="depth")
+        assert [site.p for site in drop.sites] == [0.2, 0.4]
+        model(torch.randn(8, requires_grad=True)).sum().backward()
+        assert given.inplace
+
     def test_a_function_has_no_rate(self) -> None:
-        assert as_regularizer(halve).regularize(torch.ones(2), None).tolist() == [0.5, 0.5]
+        model = nn.Sequential(nn.Identity())
+        drop = inject(model, halve, layers="0")
+        assert model(torch.ones(2)).tolist() == [0.5, 0.5]
+        assert (drop.p, drop.keep_prob, drop.target_p) == (None, None, None)
+        assert drop.metrics() == {"hookdrop/halve/step": 0.0, "hookdrop/halve/enabled": 1.0}
+        with pytest.raises(InjectionError, match="no rate"):
+            drop.target_p = 0.1
+        with pytest.raises(InjectionError, match="no rate"), drop.sampling(p=0.1):
+            pass
 
 
 class TestUserDefinedClasses:
@@ -80,6 +103,12 @@ class TestUserDefinedClasses:
     def test_an_initial_rate_out_of_range_raises_in_inject(self) -> None:
         with pytest.raises(ValueError, match=r"Own: rate must lie in \[-2, 2\], got 7"):
             inject(nn.Sequential(nn.Identity()), Own(7.0), layers="0")
+
+    def test_a_rate_may_be_a_tensor(self) -> None:
+        model = nn.Sequential(nn.Identity())
+        drop = inject(model, TensorRate(0.5), layers="0", schedule=LinearSchedule(10))
+        drop.seek(5)
+        assert (drop.p, type(drop.sites[0].p), model(torch.ones(2)).tolist()) == (0.25, float, [0.25, 0.25])
 
     def test_a_class_without_regularize_raises(self) -> None:
         class Nothing(Regularizer):

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from hookdrop import DropBlock, ShapeError
 from hookdrop.functional import drop_block
 from hookdrop.kernels.blocks import gamma_for
 
@@ -39,7 +38,7 @@ SHAPES_AND_BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("p", [0.05, 0.1, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
 @pytest.mark.parametrize(("size", "block"), SHAPES_AND_BLOCKS)
 def test_zeroed_fraction_is_p(size: tuple[int, ...], block: int | tuple[int, ...], p: float) -> None:
     """Within 4 standard errors, over 4,000 independent maps."""
@@ -48,20 +47,6 @@ def test_zeroed_fraction_is_p(size: tuple[int, ...], block: int | tuple[int, ...
     mean, error = mean_and_error(y.flatten(0, 1))
     assert abs(mean - p) < 4 * error
     assert error < 0.01
-
-
-@given(
-    size=st.lists(st.integers(1, 12), min_size=1, max_size=3),
-    block=st.integers(1, 14),
-    p=st.floats(0.01, 0.99),
-    per_channel=st.booleans(),
-)
-def test_zeroed_fraction_is_p_for_any_map(size: list[int], block: int, p: float, per_channel: bool) -> None:
-    torch.manual_seed(1)
-    lead = (10, 300) if per_channel else (3000, 1)
-    y = drop_block(torch.ones(*lead, *size), p, block, normalize=None, channel_dim=1, per_channel=per_channel)
-    mean, error = mean_and_error(y.flatten(0, 1))
-    assert abs(mean - p) < 4.5 * max(error, math.sqrt(p * (1 - p) / 3000) / math.prod(size))
 
 
 @pytest.mark.parametrize(("size", "block"), [((4,), (2,)), ((5,), (3,)), ((3, 3), (2, 2)), ((3, 4), (2, 3))])
@@ -147,22 +132,6 @@ def test_without_normalization_kept_elements_are_unchanged() -> None:
     assert drop_block(torch.ones(6, 5, 12, 12), 0.2, 5, normalize=None).unique().tolist() == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("normalize", ["batch", "sample", "expected"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_neither_overflows_nor_rounds_the_scale(normalize: str, dtype: torch.dtype) -> None:
-    """The number of kept elements exceeds the float16 range; the mean is right up to rounding."""
-    x = (1 + torch.rand(8, 64, 28, 28)).to(dtype)
-    y = drop_block(x, 0.01, 3, normalize=normalize)
-    assert y.dtype == dtype
-    assert y.double().mean() / x.double().mean() == pytest.approx(1, abs=2e-3)
-
-
-@pytest.mark.parametrize("normalize", ["batch", "sample", "expected", None])
-def test_p_1_gives_zeros_not_nan(normalize: str | None) -> None:
-    y = drop_block(torch.ones(2, 3, 7, 7), 1.0, 7, normalize=normalize)
-    assert torch.equal(y, torch.zeros_like(y))
-
-
 def test_a_fully_dropped_sample_gives_zeros_not_nan() -> None:
     y = drop_block(torch.ones(64, 1, 3, 3), 0.9, 3, normalize="sample")
     assert y.isfinite().all()
@@ -190,92 +159,3 @@ def test_one_two_and_three_axes_give_the_same_masks() -> None:
     three = drop_block(x[:, :, None, None], 0.3, (1, 1, 5))
     assert torch.equal(one, two.squeeze(2))
     assert torch.equal(one, three.squeeze(2).squeeze(2))
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 5), (2, 3, 4, 5, 6, 7)])
-def test_input_without_spatial_axes_raises(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ShapeError, match="needs 1 to 3 spatial axes"):
-        drop_block(torch.ones(shape), 0.1)
-
-
-def test_tokens_raise_with_alternatives() -> None:
-    with pytest.raises(ShapeError, match=r"tokens have no map(.|\n)*DropPath(.|\n)*channel_dim=-1"):
-        DropBlock()(torch.ones(8, 197, 384))
-
-
-def test_block_size_of_another_rank_raises() -> None:
-    with pytest.raises(ShapeError, match="has 3 axes, but the map has 2"):
-        DropBlock(block_size=(3, 3, 3))(torch.ones(1, 1, 8, 8))
-
-
-def test_channel_dim_out_of_range_raises() -> None:
-    with pytest.raises(ShapeError, match="channel_dim=4 is not one of its axes"):
-        DropBlock(channel_dim=4)(torch.ones(1, 1, 8, 8))
-
-
-@pytest.mark.parametrize(
-    ("x", "fix"),
-    [
-        (torch.ones(2, 3, 8, 8, dtype=torch.int64), r"got \(2, 3, 8, 8\) torch.int64(.|\n)*pass x.float\(\)"),
-        (torch.ones(2, 3, 8, 8, dtype=torch.bool), r"torch.bool(.|\n)*pass x.float\(\)"),
-        (torch.ones(2, 3, 8, 8, dtype=torch.complex64), r"torch.complex64(.|\n)*torch.view_as_real\(x\)"),
-        (torch.ones(2, 3, 8, 8).to_sparse(), r"sparse_coo \(2, 3, 8, 8\)(.|\n)*pass x.to_dense\(\)"),
-        ([1.0, 2.0], r"must be a tensor, got \[1.0, 2.0\] \(list\)(.|\n)*torch.as_tensor"),
-        (None, r"must be a tensor, got None \(NoneType\)"),
-    ],
-    ids=["int", "bool", "complex", "sparse", "list", "None"],
-)
-def test_input_that_is_not_a_dense_float_tensor_raises(x: object, fix: str) -> None:
-    with pytest.raises(TypeError, match=f"drop_block: x must be (.|\n)*{fix}" if isinstance(x, torch.Tensor) else fix):
-        drop_block(x, 0.1, 3)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensor_raises() -> None:
-    x = torch.nested.nested_tensor([torch.ones(3, 4, 4), torch.ones(3, 5, 5)])
-    with pytest.raises(TypeError, match="got nested (.|\n)*to_padded_tensor"):
-        drop_block(x, 0.1, 3)
-
-
-@pytest.mark.parametrize("p", [torch.tensor([0.1, 0.2]), "0.1", None, True, 1 + 0j])
-def test_rate_that_is_not_a_number_raises(p: object) -> None:
-    with pytest.raises(TypeError, match="drop_block: p must be a (single )?number, got"):
-        drop_block(torch.ones(2, 3, 8, 8), p, 3)
-
-
-@pytest.mark.parametrize(
-    ("block_size", "error"),
-    [
-        (0, ValueError),
-        (-3, ValueError),
-        ((0, 3), ValueError),
-        ((), ValueError),
-        (3.0, TypeError),
-        ("3", TypeError),
-        (True, TypeError),
-        (None, TypeError),
-    ],
-)
-def test_invalid_block_size_raises(block_size: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match="DropBlock: block_size must"):
-        drop_block(torch.ones(2, 3, 8, 8), 0.1, block_size)
-    with pytest.raises(error, match="DropBlock: block_size must"):
-        DropBlock(0.1, block_size)
-
-
-def test_block_size_may_be_a_numpy_or_torch_integer() -> None:
-    import numpy as np
-
-    for size in (np.int64(3), torch.tensor(3), [3, 3], (np.int32(3), 3)):
-        assert (drop_block(torch.ones(4, 8, 12, 12), 0.3, size) == 0).any()
-
-
-@pytest.mark.parametrize("channel_dim", [1.0, "1", True])
-def test_invalid_channel_dim_raises(channel_dim: object) -> None:
-    with pytest.raises(TypeError, match="DropBlock: channel_dim must be an integer"):
-        drop_block(torch.ones(2, 3, 8, 8), 0.1, 3, channel_dim=channel_dim)
-
-
-def test_float8_raises() -> None:
-    with pytest.raises(TypeError, match="torch.float8_e4m3fn(.|\n)*pass x.to\\(torch.bfloat16\\)"):
-        drop_block(torch.ones(2, 3, 8, 8).to(torch.float8_e4m3fn), 0.1, 3)

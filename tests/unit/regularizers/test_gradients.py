@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from hookdrop import (
     ClampActivationGrad,
     ClipActivationGrad,
-    Dropout,
-    Injection,
     InjectionError,
     LinearSchedule,
     NoiseActivationGrad,
@@ -41,15 +38,6 @@ EVERY = pytest.mark.parametrize("regularizer", EDITS, ids=repr)
 @ALL
 def test_gradient_matches_the_formula(regularizer: Regularizer, expected: Tensor) -> None:
     torch.testing.assert_close(gradient(regularizer), expected)
-
-
-@EVERY
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_forward_returns_an_equal_copy(regularizer: Regularizer, dtype: torch.dtype) -> None:
-    x = torch.randn(5, 4, dtype=dtype, requires_grad=True)
-    y = regularizer(x)
-    assert y is not x
-    assert torch.equal(y, x)
 
 
 @EVERY
@@ -103,28 +91,20 @@ def test_norm_is_clipped_to_the_limit(shape: tuple[int, ...], per_sample: bool) 
 
 
 @pytest.mark.parametrize("per_sample", [True, False])
-def test_norms_that_overflow_float16(per_sample: bool) -> None:
-    """The sum of squares exceeds 65,504, and the factor is below the smallest float16."""
-    g = torch.full((2, 10_000), 1000.0, dtype=torch.float16)
-    found = gradient(ClipActivationGrad(max_norm=1.0, per_sample=per_sample), g).double()
-    expected = 1 / math.sqrt(10_000 if per_sample else 20_000)
-    torch.testing.assert_close(found, torch.full_like(found, expected), rtol=2e-3, atol=0)
-
-
-@pytest.mark.parametrize("per_sample", [True, False])
-@pytest.mark.parametrize("size", [3e30, 3e38, 1e-30], ids=repr)
-def test_norms_that_overflow_float32(size: float, per_sample: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(1000.0, torch.float16), (3e30, torch.float32), (3e38, torch.float32), (1e-30, torch.float32)],
+    ids=str,
+)
+def test_norms_that_overflow(size: float, dtype: torch.dtype, per_sample: bool) -> None:
     """The squares overflow or underflow; at 3e38 the norm itself overflows."""
-    g = torch.randn(4, 100).clamp(-1, 1) * size
+    g = (torch.randn(4, 10_000).clamp(-1, 1) * size).to(dtype)
     limit = size / 100 if size < 1 else 1.0
     found = gradient(ClipActivationGrad(max_norm=limit, per_sample=per_sample), g).double()
     true = g.double()
     expected = limit * true / true.norm(dim=(1,) if per_sample else (0, 1), keepdim=True)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-
-
-def test_empty_gradient_can_be_clipped() -> None:
-    assert gradient(ClipActivationGrad(max_norm=1.0), torch.ones(0, 3)).shape == (0, 3)
+    rtol, atol = (2e-3, 1e-7) if dtype == torch.float16 else (1e-5, 0.0)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("factor", [0.0, -0.0], ids=repr)
@@ -164,16 +144,6 @@ def test_identity_branch_leaves_the_skip_gradient_unedited(at: str) -> None:
     model = Skip()
     inject(model, ScaleActivationGrad(0), layers="branch", at=at)
     assert torch.equal(gradient(model), G)
-
-
-def test_other_consumers_of_the_input_are_unaffected() -> None:
-    model = nn.ModuleDict({"a": nn.Tanh(), "b": nn.Tanh()})
-    inject(model, ScaleActivationGrad(-1), layers="b", at="input")
-    x = torch.randn(3, 3, requires_grad=True)
-    model["a"](x).sum().backward(retain_graph=True)
-    expected = x.grad.clone()
-    model["b"](x).sum().backward()
-    torch.testing.assert_close(x.grad, expected * 0)
 
 
 def test_edits_apply_in_backward_order() -> None:
@@ -247,24 +217,17 @@ class TestScaleActivationGradFactor:
             torch.testing.assert_close(gradient(model), 2 * factor * G)
         assert drop.keep_prob is None
 
-    def test_disabled_means_factor_1(self) -> None:
-        model = Net()
-        drop = inject(model, ScaleActivationGrad(0), layers="inner")
-        with drop.disabled():
-            assert drop.p == drop.sites[0].p == drop.metrics()["hookdrop/scaleactivationgrad/factor"] == 1.0
-            assert torch.equal(gradient(model), 2 * G)
-        assert drop.p == 0.0
-        assert not gradient(model).any()
-
     def test_factor_1_returns_the_layers_output_itself(self) -> None:
         model = Net()
-        drop = inject(model, ScaleActivationGrad(-1), layers="inner")
+        drop = inject(model, ScaleActivationGrad(0), layers="inner")
         x = torch.ones(3, requires_grad=True)
         assert model.inner(x) is not x
+        with drop.disabled():
+            assert drop.p == drop.sites[0].p == drop.metrics()["hookdrop/scaleactivationgrad/factor"] == 1.0
+            assert model.inner(x) is x
         drop.target_p = 1
         assert model.inner(x) is x
-        drop.target_p = 0
-        assert model.inner(x) is not x
+        assert "nothing was dropped: its rate is 1 at step 0" in str(drop.probe(torch.randn(4, 4)))
 
     def test_target_p_is_the_factor_with_the_largest_magnitude(self) -> None:
         model = nn.Sequential(nn.Identity(), nn.Identity())
@@ -276,29 +239,6 @@ class TestScaleActivationGradFactor:
         assert [site.p for site in drop.sites] == [0.0, 0.0]
         drop.target_p = -1
         assert [site.p for site in drop.sites] == [-1.0, -0.25]
-
-    def test_p_scale_by_depth(self) -> None:
-        model = nn.Sequential(nn.Identity(), nn.Identity())
-        planned = plan(model, "ScaleActivationGrad(-1)", layers="*", p_scale="depth")
-        assert [site.p for site in planned.sites] == [-0.5, -1.0]
-        drop = inject(model, "ScaleActivationGrad(-1)", layers="*", p_scale="depth")
-        assert [site.p for site in drop.sites] == [-0.5, -1.0]
-
-    @pytest.mark.parametrize("factor", [0.0, -1.0, 3.0])
-    def test_state_dict_and_spec_keep_the_factor(self, factor: float) -> None:
-        model = Net()
-        drop = inject(model, ScaleActivationGrad(factor), layers="inner", schedule=LinearSchedule(4))
-        drop.seek(2)
-        twin = Net()
-        again = inject(twin, drop.spec)
-        again.load_state_dict(drop.state_dict())
-        assert (again.p, again.target_p) == (factor / 2, factor)
-        assert drop.spec.to_dict()["regularizer"] == f"ScaleActivationGrad(factor={factor})"
-
-    @pytest.mark.parametrize("factor", [math.inf, math.nan])
-    def test_non_finite_factor_raises(self, factor: float) -> None:
-        with pytest.raises(ValueError, match="ScaleActivationGrad: factor must be finite"):
-            ScaleActivationGrad(factor)
 
     def test_sampling_with_another_factor(self) -> None:
         """Active in eval mode, e.g. for a saliency map. A factor of 1 raises."""
@@ -339,39 +279,6 @@ class TestProbeAndMetrics:
         assert (drop.p, drop.keep_prob, drop.target_p) == (None, None, None)
         assert set(drop.metrics()) == {"hookdrop/clipactivationgrad/step", "hookdrop/clipactivationgrad/enabled"}
 
-    def test_probe_at_factor_1_says_that_nothing_happens(self) -> None:
-        model = Net()
-        drop = inject(model, ScaleActivationGrad(1), layers="inner")
-        assert "nothing was dropped: its rate is 1 at step 0" in str(drop.probe(torch.randn(4, 4)))
-
-    def test_probe_counts_only_sites_that_drop(self) -> None:
-        model = nn.Sequential(nn.Identity(), nn.Identity())
-        drop = inject(model, {"0": ScaleActivationGrad(0), "1": Dropout(0.5)})
-        result = drop.probe(torch.ones(100, 100))
-        assert result.dropped == pytest.approx(0.25, abs=0.01)
-        assert "edits gradients" not in str(result)
-
-    def test_measuring_changes_neither_gradients_nor_noise(self) -> None:
-        found = []
-        for measured in (False, True):
-            model = Net()
-            drop: Injection = inject(model, NoiseActivationGrad(0.5), layers="inner")
-            torch.manual_seed(1)
-            if measured:
-                with drop.recording(last=0) as m:
-                    found.append(gradient(model))
-                assert m.totals.calls == 1
-            else:
-                found.append(gradient(model))
-        assert torch.equal(*found)
-
-    def test_noise_metrics_report_std(self) -> None:
-        model = Net()
-        drop = inject(model, NoiseActivationGrad(0.5), layers="inner", schedule=LinearSchedule(2))
-        drop.seek(1)
-        assert drop.metrics()["hookdrop/noiseactivationgrad/std"] == 0.25
-        assert drop.keep_prob is None
-
 
 @pytest.mark.parametrize("regularizer", [ClipActivationGrad(1.0), ClampActivationGrad(max=1.0)], ids=repr)
 def test_schedule_without_a_rate_raises(regularizer: Regularizer) -> None:
@@ -379,28 +286,6 @@ def test_schedule_without_a_rate_raises(regularizer: Regularizer) -> None:
         inject(Net(), regularizer, layers="inner", schedule=LinearSchedule(4))
     with pytest.raises(InjectionError, match="has no rate to scale"):
         inject(Net(), regularizer, layers="inner", p_scale="depth")
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: ClipActivationGrad(), r"pass either max_norm or max_value.\n  for example: ClipActivationGrad\(max_norm=1.0\)"),
-        (lambda: ClipActivationGrad(1.0, 2.0), "pass either max_norm or max_value"),
-        (lambda: ClipActivationGrad(0), r"max_norm must be above 0, got 0.\n  to stop the gradient: ScaleActivationGrad\(0\)"),
-        (lambda: ClipActivationGrad(max_value=-1), "max_value must be above 0, got -1"),
-        (lambda: ClipActivationGrad("1"), "max_norm must be a number"),
-        (lambda: ClipActivationGrad(1.0, per_sample=1), "per_sample must be one of True, False"),
-        (lambda: ClipActivationGrad(max_value=1.0, per_sample=True), "max_value clips each element"),
-        (lambda: ClampActivationGrad(), r"pass min, max or both.\n  for example: ClampActivationGrad\(min=-1.0, max=1.0\)"),
-        (lambda: ClampActivationGrad(1, -1), "min must not be above max, got min=1 and max=-1"),
-        (lambda: ClampActivationGrad(min=math.nan), "min must be finite"),
-        (lambda: NoiseActivationGrad(-1), r"std must lie in \[0, 3.4"),
-        (lambda: ScaleActivationGrad("x"), "factor must be a number"),
-    ],
-)  # fmt: skip
-def test_invalid_settings_raise(make: Callable[[], Regularizer], says: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=says):
-        make()
 
 
 # --- with other PyTorch features
@@ -424,13 +309,6 @@ def test_backward_uses_the_rate_of_the_forward(cls: type[Regularizer]) -> None:
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*Function.*should not be instantiated:DeprecationWarning", "ignore:Skipping serialization:UserWarning"
 )
-
-
-@ALL
-def test_torch_func_grad(regularizer: Regularizer, expected: Tensor) -> None:
-    model = Net()
-    inject(model, regularizer, layers="inner")
-    torch.testing.assert_close(grad(lambda x: (model(x) * G).sum())(torch.ones(3, 3)), 2 * expected)
 
 
 @ALL
@@ -484,12 +362,3 @@ def test_double_backward_through_a_scaled_gradient() -> None:
     torch.testing.assert_close(first, 0.5 * 4 * x**3)
     # first = f * 2 y * 2 x, where y = s(x^2): its derivative is f (4 x * f 2 x + 4 y)
     torch.testing.assert_close(torch.autograd.grad(first.sum(), x)[0], 0.5 * (8 * 0.5 * x**2 + 4 * x**2))
-
-
-def test_frozen_layers_before_the_hook_need_no_edit() -> None:
-    """There is nothing to edit, so the layer's output itself is returned."""
-    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
-    drop = inject(model, ScaleActivationGrad(0), layers="0")
-    model(torch.randn(3, 4)).sum().backward()
-    assert all(p.grad is not None for p in model[1].parameters())
-    assert drop.sites[0].called

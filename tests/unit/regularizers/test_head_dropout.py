@@ -143,8 +143,3 @@ def test_acts_at_the_input_of_the_projection() -> None:
     model.o_proj(torch.ones(64, 1, 12))
     assert torch.equal(kept(seen[0], 3).any(1), torch.ones(64, dtype=torch.bool))
     assert not kept(seen[0], 3).all()
-
-
-def test_rate_1_raises() -> None:
-    with pytest.raises(ValueError, match=r"p must lie in \[0, 1\), got 1"):
-        HeadDropout(1.0)

@@ -413,14 +413,6 @@ def test_batch_on_the_second_axis_and_pytorchs_own_transformer() -> None:
 
 
 class TestSurvey:
-    def test_is_cached_with_the_structure(self) -> None:
-        model, x = Stack(PreNorm), torch.randn(2, 6, C)
-        first = survey(model, x)
-        assert survey(model, torch.zeros(2, 6, C)) is first
-        assert survey(model, torch.randn(3, 6, C)) is not first
-        model.parts[1] = Parallel()
-        assert survey(model, x) is not first
-
     def test_needs_an_example(self) -> None:
         with pytest.raises(InjectionError, match="example_input="):
             survey(Stack(PreNorm))

@@ -137,6 +137,27 @@ class WrongGradient(Zeroing):
         return super().regularize(x, rate) + (x - x.detach()) * self.kept(x, 1.0 - rate)
 
 
+class OtherRateInItsText(Zeroing):
+    def __init__(self, p: float = 0.3) -> None:
+        super().__init__(p / 2)
+
+
+class WritesToWeights(Zeroing):
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        for node, _ in x.grad_fn.next_functions if x.grad_fn else ():
+            if isinstance(weight := getattr(node, "variable", None), torch.nn.Parameter):
+                weight.data.mul_(0.5)
+        return super().regularize(x, rate)
+
+
+class DetachesTheGradient(Zeroing):
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        y = super().regularize(x, rate)
+        if y.requires_grad:
+            y.register_hook(Tensor.detach)
+        return y
+
+
 class Both(MeanNotKept):
     def kept(self, x: Tensor, rate: Any) -> Tensor:
         return super().kept(x, rate / 2)
@@ -167,9 +188,13 @@ BROKEN: dict[type[Regularizer], str] = {
     MixesSamples: "samples_do_not_mix",
     DrawsInPlace: "vmap_respects_its_randomness",
     WrongGradient: "gradient_is_the_derivative",
+    OtherRateInItsText: "has_a_spec",
+    WritesToWeights: "removal_is_bit_equal",
+    DetachesTheGradient: "gradient_has_a_derivative",
 }
-
-
+SEVERAL = (InPlace, NotCopyable, Nothing, NeedsASample, OwnRandomNumbers, ReadsItsRate, WrongGradient)
+SEVERAL += (OtherRateInItsText, WritesToWeights, DetachesTheGradient)
+"""Those that break several properties at once."""
 COMPILED = {"compiled_code_equals_eager_code": "in tests/integration/compile"}
 
 
@@ -206,15 +231,13 @@ def test_a_right_regularizer_passes() -> None:
 def test_a_broken_regularizer_fails_the_check_of_what_is_broken(cls: type[Regularizer]) -> None:
     failed = failing(cls())
     assert BROKEN[cls] in failed
-    assert len(failed) == 1 or cls in (
-        InPlace,
-        NotCopyable,
-        Nothing,
-        NeedsASample,
-        OwnRandomNumbers,
-        ReadsItsRate,
-        WrongGradient,
-    )
+    assert len(failed) == 1 or cls in SEVERAL, failed
+
+
+def test_every_check_has_a_broken_regularizer() -> None:
+    assert {name for name, _ in regularizer_checks(Zeroing())} - {*BROKEN.values()} == set(COMPILED) | {
+        "can_be_pickled"
+    }
 
 
 def test_the_error_has_all_failures() -> None:

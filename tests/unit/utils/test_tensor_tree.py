@@ -67,6 +67,8 @@ ONES, INTEGERS, SCALAR, ZEROS = torch.ones(3), torch.arange(3), torch.tensor(2.0
         (Frozen(ONES, "cat"), lambda out: out.score),
         (model_output(last_hidden_state=ONES), lambda out: out.last_hidden_state),
         ((INTEGERS, (SCALAR, {"deep": [ONES]})), lambda out: out[1][1]["deep"][0]),
+        (torch.max(torch.ones(3, 2), dim=1), lambda out: out.values),
+        (nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)]), lambda out: out.data),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -169,66 +171,30 @@ def regularized_inputs(*args: Any, tensor: Any = None, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
-def test_input_of_a_positional_call() -> None:
-    assert torch.equal(regularized_inputs(ONES)[0], ZEROS)
-
-
-def test_input_of_a_keyword_only_call() -> None:
-    ids, hidden, *_ = regularized_inputs(hidden=ONES, ids=INTEGERS)
-    assert ids is INTEGERS
-    assert torch.equal(hidden, ZEROS)
-
-
-def test_inputs_are_searched_in_signature_order_not_call_order() -> None:
-    _, hidden, _, mask, _ = regularized_inputs(mask=ONES, hidden=ONES, ids=INTEGERS)
-    assert torch.equal(hidden, ZEROS)
-    assert mask is ONES
-
-
-def test_input_by_name_for_positional_and_keyword_arguments() -> None:
-    assert torch.equal(regularized_inputs(ONES, ONES, tensor="hidden")[1], ZEROS)
-    assert torch.equal(regularized_inputs(ONES, hidden=ONES, tensor="hidden")[1], ZEROS)
-    assert regularized_inputs(ONES, hidden=ONES, tensor="hidden")[0] is ONES
-
-
-def test_input_by_index_counts_in_signature_order() -> None:
-    out = regularized_inputs(INTEGERS, mask=ONES, hidden=ONES, tensor=1)
-    assert torch.equal(out[1], ZEROS)
-    assert out[3] is ONES
+@pytest.mark.parametrize(
+    ("args", "kwargs", "tensor", "expected"),
+    [
+        ((ONES,), {}, None, "ids"),
+        ((), {"hidden": ONES, "ids": INTEGERS}, None, "hidden"),
+        ((), {"mask": ONES, "hidden": ONES, "ids": INTEGERS}, None, "hidden"),
+        ((ONES, ONES), {}, "hidden", "hidden"),
+        ((ONES,), {"hidden": ONES}, "hidden", "hidden"),
+        ((INTEGERS,), {"mask": ONES, "hidden": ONES}, 1, "hidden"),
+    ],
+    ids=["positional", "keywords", "signature order", "by name", "by name, as a keyword", "by index"],
+)
+def test_one_input_is_selected(args: Any, kwargs: Any, tensor: Any, expected: str) -> None:
+    ids, hidden, _, mask, _ = regularized_inputs(*args, tensor=tensor, **kwargs)
+    found = {"ids": ids, "hidden": hidden, "mask": mask}
+    given = dict(zip(["ids", "hidden"], args, strict=False)) | kwargs
+    assert torch.equal(found[expected], ZEROS)
+    assert all(found[name] is value for name, value in given.items() if name != expected)
 
 
 def test_variadic_inputs() -> None:
     out = regularized_inputs(INTEGERS, None, ONES, extra=ONES, tensor="all")
     assert torch.equal(out[2][0], ZEROS)
     assert torch.equal(out[4]["extra"], ZEROS)
-
-
-def test_input_tensor_is_not_modified() -> None:
-    x = torch.ones(5)
-    regularized_inputs(x)
-    assert torch.equal(x, torch.ones(5))
-
-
-def test_input_in_eval_mode_is_the_same_object() -> None:
-    model = Owner()
-    inject(model, Dropout(p=1.0), layers="inner", at="input")
-    model.eval()
-    assert model(ONES)[0] is ONES
-
-
-def test_torch_return_types_keep_their_class() -> None:
-    value = torch.max(torch.ones(2, 3), dim=1)
-    out = regularized_output(value)
-    assert type(out) is type(value)
-    assert torch.equal(out.values, torch.zeros(2))
-
-
-def test_packed_sequences_keep_their_class() -> None:
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
-    out = regularized_output(packed)
-    assert isinstance(out, nn.utils.rnn.PackedSequence)
-    assert torch.equal(out.data, torch.zeros(5, 2))
-    assert torch.equal(out.batch_sizes, packed.batch_sizes)
 
 
 def test_tensor_by_name_uses_a_patched_forward() -> None:
