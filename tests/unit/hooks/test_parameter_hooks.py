@@ -223,7 +223,7 @@ class TestRefusals:
         with pytest.raises(InjectionError, match="acts on activations"):
             placed(linear, regularizer)
 
-    @pytest.mark.parametrize(("tensor", "error"), [("weigth", LayerError), ("bias_*", LayerError), (0, TypeError)])
+    @pytest.mark.parametrize(("tensor", "error"), [("kernel", LayerError), ("bias_*", LayerError), (0, TypeError)])
     def test_names_without_a_parameter(self, linear, tensor, error):
         with pytest.raises(error):
             placed(linear, tensor=tensor)
