@@ -86,7 +86,9 @@ def _bernoulli(among, word, sample, state, rate):
 def _compare(result, undecided, random, rate, bit):
     """Compare one bit of the random numbers of 32 positions with one bit of the rate. Below the rate is a success."""
     of_rate = (0 - ((rate >> bit) & 1)).to(tl.uint32)
-    return result | (undecided & ~random & of_rate), undecided & ~(random ^ of_rate)
+    # a & ~b is a ^ (a & b): Triton's interpreter cannot invert unsigned numbers with NumPy 2.
+    below = undecided & of_rate
+    return result | (below ^ (below & random)), undecided ^ (undecided & (random ^ of_rate))
 
 
 @triton.jit
