@@ -73,17 +73,19 @@ class Behavior:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self._gradients = self._train() if self._has_values else set()
-                self.output = self._evaluate()
-                self._before = footprint(model)
-                self._evaluate()
+                footprints = []
+                for _ in range(2):
+                    self._gradients = self._train() if self._has_values else set()
+                    self.output = self._evaluate()
+                    footprints.append(footprint(model))
         except Exception as error:
             raise NotRunnable(f"without hooks: {first_line(error)}") from error
         if not self.output or (self._has_values and not self._gradients):
             raise NotRunnable("the model has no gradient or no output")
         # I-BERT replaces its buffers in each forward.
-        again = footprint(model)
-        self._before = {part: value for part, value in self._before.items() if value == again[part]}
+        first, self._before = footprints
+        for part in differences(first, self._before):
+            del self._before[part]
         self.finite = self._has_values and all(bool(x.isfinite().all()) for x in self.output)
         if strict and not self.finite:
             raise NotRunnable("without hooks: the output is not finite")
@@ -115,6 +117,8 @@ class Behavior:
         updated, self.output, problems = fingerprint(self.model), self._evaluate(), drop.check()
         changed = any(updated[name] != checksums[name] for name, _ in self.model.named_parameters() if name in updated)
         require(changed or not self._has_values, "the training step updated no parameter")
+        if "repr" in self._before:
+            self._before["repr"] = repr(self.model)  # that of I-BERT has ranges, which training updates
         drop.remove()
         self._require_unchanged("remove")
         require(fingerprint(self.model) == updated, "remove changed a parameter or buffer")
