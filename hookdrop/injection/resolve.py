@@ -92,7 +92,7 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
     source = "a key of the mapping" if isinstance(plan.spec.source, Mapping) else "`layers`"
     selection = select(plan.model, layers, plan.spec.exclude, source)
     plan.root, plan.counts, plan.exact = selection.root, selection.counts, selection.exact
-    selected = _hookable(plan, selection)
+    selected, hidden = _hookable(plan, selection), dict[str, nn.Module]()
     for layer in selected:
         indices = selection.matched_by[layer.name]
         if len(regularizers) > 1 and len(indices) > 1:
@@ -101,9 +101,11 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
                 f"{layer.name!r} matches more than one key of the mapping: {keys}.\n  give each layer one regularizer."
             )
         chosen = regularizers[indices[0] if len(regularizers) > 1 else 0]
-        plan.sites.append(_site(plan.root, layer, chosen, plan.spec, survey))
-    hidden = {site.name: site.module for site in plan.sites if site.at == "parameters"}
-    plan.warnings += tied_elsewhere(plan.root, hidden, plan.spec.tensor)
+        plan.sites.append(site := _site(plan.root, layer, chosen, plan.spec, survey))
+        if site.at == "parameters":
+            hidden[site.name] = site.module
+    if hidden:
+        plan.warnings += tied_elsewhere(plan.root, hidden, plan.spec.tensor)
     if plan.spec.p_scale is not None:
         _scale(plan.sites, rate_factors(selected, plan.spec.p_scale))
     return selection.unmatched_excludes
