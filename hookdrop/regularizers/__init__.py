@@ -21,7 +21,6 @@ from hookdrop.regularizers.gradients import (
 )
 from hookdrop.regularizers.head_dropout import HeadDropout
 from hookdrop.regularizers.masksembles import Masksembles
-from hookdrop.regularizers.mixout import Mixout
 from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, NEFTune, ShakeDrop, UniformNoise
 from hookdrop.regularizers.styles import DSU, MixStyle
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
@@ -47,7 +46,6 @@ __all__ = [
     "LockedDropout",
     "Masksembles",
     "MixStyle",
-    "Mixout",
     "NEFTune",
     "NoiseActivationGrad",
     "ScaleActivationGrad",
