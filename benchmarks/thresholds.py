@@ -61,8 +61,8 @@ THRESHOLDS = (
 )
 BYTES = {"cpu": (0.05, 0.02), "cuda": (0.15, 0.13)}
 """Bytes per element saved for backward at p = 0.1 and block_size = 7: required, and target."""
-BLOCKS_MAX, COMPILED_MAX, STEP_MAX = 1.3, 1.2, 50.0
-"""Slowest / fastest block size; compiled / eager; microseconds per site and optimizer step."""
+BLOCKS_MAX = 1.3
+"""Slowest / fastest block size."""
 MAX_PREEMPTED = 0.2
 """A larger fraction of preempted turns gives a warning."""
 

@@ -43,7 +43,7 @@ def train(
         job: Trains one run.
         store: The store of records.
         scratch: The folder for checkpoints.
-        workers: The CPUs of a Ray started here; a cluster uses all of its own.
+        workers: The number of CPUs if Ray starts on this machine. A cluster uses all its CPUs.
         address: Address of a cluster, as printed by `ray start`; None starts Ray on this machine.
 
     Raises:
