@@ -52,7 +52,8 @@ class Behavior:
         evaluate: a forward in eval mode.
         train: a forward in training mode; None is `evaluate`.
         seed: of the random numbers of a forward.
-        strict: whether all gradients of a training step have to be finite, not only some of them.
+        strict: whether all gradients of a training step have to be finite, not only some of them, and whether to run
+            it twice, to see what the model itself changes.
 
     Raises:
         NotRunnable: the model does not run or does not train without hooks.
@@ -74,7 +75,7 @@ class Behavior:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 footprints = []
-                for _ in range(2):
+                for _ in range(1 + strict):
                     self._gradients = self._train() if self._has_values else set()
                     self.output = self._evaluate()
                     footprints.append(footprint(model))
@@ -83,8 +84,8 @@ class Behavior:
         if not self.output or (self._has_values and not self._gradients):
             raise NotRunnable("the model has no gradient or no output")
         # I-BERT replaces its buffers in each forward.
-        first, self._before = footprints
-        for part in differences(first, self._before):
+        self._before = footprints[-1]
+        for part in differences(footprints[0], self._before):
             del self._before[part]
         self.finite = self._has_values and all(bool(x.isfinite().all()) for x in self.output)
         if strict and not self.finite:

@@ -67,8 +67,9 @@ def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: 
             seen.resembles_input |= _includes_input(call, sums)
             users = trace.users.get(call.output, []) if isinstance(call.output, Node) else []
             seen.feeds_norm |= any(op.name == "batch_norm" and op.inputs[0] is call.output for op in users)
-            readers = [call, *(one for one in trace.calls if any(_leads_to(call.output, x) for x in one.inputs[:1]))]
-            seen.identities += [one.name for one in readers if _returns_input(one)]
+            identities = filter(_returns_input, trace.calls)  # few, unlike the calls that a tensor may lead to
+            readers = [one for one in identities if any(_leads_to(call.output, x) for x in one.inputs[:1])]
+            seen.identities += [one.name for one in ([call] if _returns_input(call) else []) + readers]
     return seen
 
 
