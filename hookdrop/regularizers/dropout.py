@@ -1,7 +1,8 @@
-"""Dropout of elements and of channels: to zero, or to SELU's saturation (alpha dropout)."""
+"""Dropout of elements and of slices, such as channels: to zero, or to SELU's saturation (alpha dropout)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,21 +12,52 @@ from torch.compiler import is_compiling
 
 from hookdrop.kernels import custom_ops, drawing
 from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, slice_dropout, slice_mask
-from hookdrop.regularizers.base import DropRegularizer, P
+from hookdrop.regularizers.base import DropRegularizer, P, nhwc_warnings
 from hookdrop.utils import torch_internals as internals
-from hookdrop.utils.validation import as_rate_tensor, floating
+from hookdrop.utils.errors import ShapeError
+from hookdrop.utils.validation import as_rate_tensor, count, floating
 
 _MIN_NATIVE_ELEMENTS = 2**15  # from here on, hookdrop's implementation is faster than PyTorch's
 _SATURATION = 1.7580993408473766  # the negative of SELU's limit at minus infinity: scale * alpha
+_PIXELS = {3: (2,), 4: (2, 3), 5: (2, 3, 4)}  # the axes of (N, C, ...) that the mask of a channel shares, by rank
 
 
-def dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
-    """Zero each element with probability `p` and scale the rest by 1 / (1 - p): see `Dropout`."""
+def dropout(x: Tensor, p: float | Tensor, training: bool = True, *, shared: int | Sequence[int] = ()) -> Tensor:
+    """Zero each element, or each slice along the `shared` axes, with probability `p`: see `Dropout`."""
+    if shared != ():
+        return drop_slices(x, p, _axes(shared, "dropout"), "dropout", training=training)
     p = P.argument(p, x, "dropout", nested=True)
-    return _dropout(x, p) if training else x
+    return _drop_elements(x, p) if training else x
 
 
-def _dropout(x: Tensor, p: float | Tensor) -> Tensor:
+def dropout1d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Zero whole channels of (N, C, L): see `Dropout1d`."""
+    return drop_slices(x, p, Dropout1d.shared, "dropout1d", Dropout1d.axes, training)
+
+
+def dropout2d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Zero whole channels of (N, C, H, W): see `Dropout2d`."""
+    return drop_slices(x, p, Dropout2d.shared, "dropout2d", Dropout2d.axes, training)
+
+
+def dropout3d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Zero whole channels of (N, C, D, H, W): see `Dropout3d`."""
+    return drop_slices(x, p, Dropout3d.shared, "dropout3d", Dropout3d.axes, training)
+
+
+def drop_slices(
+    x: Tensor, p: float | Tensor, shared: tuple[int, ...], owner: str, axes: str = "...", training: bool = True
+) -> Tensor:
+    """`dropout` of a tensor with these `axes`, with one mask along the `shared` ones."""
+    p = P.argument(p, x, owner, axes)
+    fused = training and shared == _PIXELS.get(x.dim()) and x.dtype not in HALF
+    if fused and isinstance(p, float) and internals.functorch_stack() is None:
+        return torch.feature_dropout(x, p, True)  # one call instead of four
+    shape = _mask_shape(x.shape, shared)
+    return slice_dropout(x, p, shape) if training else x
+
+
+def _drop_elements(x: Tensor, p: float | Tensor) -> Tensor:
     if isinstance(p, Tensor) or is_compiling():
         p = p if isinstance(p, Tensor) else as_rate_tensor(p)
         return torch.where(custom_ops.draw_elements(x, p), 0.0, x * keep_scale(p))
@@ -38,8 +70,27 @@ def _dropout(x: Tensor, p: float | Tensor) -> Tensor:
     if internals.functorch_stack() is not None and {*internals.vmap_randomness()} - {"same"}:
         return torch.where(torch.rand_like(x, dtype=torch.float32) < p, 0.0, x * keep_scale(p))
     if type(x) not in internals.PLAIN_TYPES and internals.wraps_results(x):
-        return internals.on_plain_tensor(_dropout, x, p)
+        return internals.on_plain_tensor(_drop_elements, x, p)
     return apply_mask(x, *drawing.draw_elements(x, p))
+
+
+def _axes(shared: int | Sequence[int], owner: str) -> tuple[int, ...]:
+    several = shared if isinstance(shared, list | tuple) else [shared]
+    axes = tuple(count(axis, "shared", owner, -8) for axis in several)
+    if len({*axes}) < len(axes):
+        raise ValueError(f"{owner}: shared must have each axis once, got {shared!r}.")
+    return axes
+
+
+def _mask_shape(shape: Sequence[int], shared: tuple[int, ...]) -> list[int]:
+    """Return the shape of a mask that all positions along the shared axes have in common."""
+    rank = len(shape)
+    axes = {axis % rank for axis in shared if -rank <= axis < rank}
+    if len(axes) < len(shared):
+        raise ShapeError(
+            f"got {tuple(shape)}: {shared} must be different ones of its axes 0 to {rank - 1}, or {-rank} to -1."
+        )
+    return [1 if axis in axes else size for axis, size in enumerate(shape)]
 
 
 class Dropout(DropRegularizer):
@@ -47,58 +98,55 @@ class Dropout(DropRegularizer):
 
     Args:
         p: probability of dropping an element, in [0, 1].
+        shared: axes along which all elements have one mask, so that whole slices are dropped. `(2, 3)` drops channels
+            of (N, C, H, W), `(1,)` features of (N, L, C) in all tokens, `(0,)` the same elements of all samples.
         keep_prob: 1 - p, instead of `p`.
 
-    Shape: any.
+    Shape: any that has the shared axes.
 
     Example:
         >>> _ = torch.manual_seed(0)
         >>> Dropout(p=0.5)(torch.ones(6))
         tensor([0., 0., 2., 0., 0., 0.])
+        >>> Dropout(p=0.5, shared=(0,))(torch.ones(2, 3))
+        tensor([[2., 0., 0.],
+                [2., 0., 0.]])
 
     Reference: Srivastava et al. 2014, "Dropout: A simple way to prevent neural networks from overfitting".
     """
 
-    independent_samples = True
+    shared: tuple[int, ...] = ()
+
+    def __init__(
+        self, p: float | None = None, *, shared: int | Sequence[int] = (), keep_prob: float | None = None
+    ) -> None:
+        super().__init__(p, keep_prob=keep_prob)
+        self.shared = _axes(shared, self.title)
+
+    @property
+    def independent_samples(self) -> bool:
+        return all(axis > 0 for axis in self.shared)
+
+    def check(self, shape: Sequence[int]) -> None:
+        super().check(shape)
+        _mask_shape(shape, self.shared)
+
+    def reading(self, shape: Sequence[int]) -> str:
+        one_mask = ", ".join(f"axis {axis} of {shape[axis]}" for axis in self.shared)
+        return super().reading(shape) or (one_mask and f"one mask for {one_mask}")
+
+    def shape_warnings(self, shape: Sequence[int]) -> list[str]:
+        return nhwc_warnings(shape) if self.shared == _PIXELS.get(len(shape)) else []
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        if self.shared:
+            return drop_slices(x, rate, self.shared, self.title, self.axes)
         floating(x, "dropout", nested=True)
-        return _dropout(x, rate)
+        return _drop_elements(x, rate)
 
 
-def dropout1d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
-    """Zero whole channels of (N, C, L): see `Dropout1d`."""
-    return _drop_channels(x, p, Dropout1d, training)
-
-
-def dropout2d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
-    """Zero whole channels of (N, C, H, W): see `Dropout2d`."""
-    return _drop_channels(x, p, Dropout2d, training)
-
-
-def dropout3d(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
-    """Zero whole channels of (N, C, D, H, W): see `Dropout3d`."""
-    return _drop_channels(x, p, Dropout3d, training)
-
-
-def _drop_channels(x: Tensor, p: float | Tensor, cls: type[_ChannelDropout], training: bool = True) -> Tensor:
-    p = P.argument(p, x, cls.__name__.lower(), cls.axes)
-    if not training:
-        return x
-    if isinstance(p, Tensor) or x.dtype in HALF or internals.functorch_stack() is not None:
-        return slice_dropout(x, p, x.shape[:2] + (1,) * (x.dim() - 2))
-    return torch.feature_dropout(x, p, True)  # one call instead of four
-
-
-class _ChannelDropout(Dropout):
-    independent_samples = True
-
-    def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return _drop_channels(x, rate, type(self))
-
-
-class Dropout1d(_ChannelDropout):
-    """Zero whole channels with probability `p` and scale the rest by 1 / (1 - p).
+class Dropout1d(Dropout):
+    """Zero whole channels with probability `p` and scale the rest by 1 / (1 - p): `Dropout(p, shared=(2,))`.
 
     Args:
         p: probability of dropping a channel, in [0, 1].
@@ -111,21 +159,27 @@ class Dropout1d(_ChannelDropout):
     """
 
     axes = "N C L"
+    shared = _PIXELS[3]
+    __init__ = DropRegularizer.__init__
 
 
-class Dropout2d(_ChannelDropout):
+class Dropout2d(Dropout):
     """Zero whole channels of (N, C, H, W) maps with probability `p`. Warns if a map looks like NHWC.
 
     Reference: Tompson et al. 2015, arXiv:1411.4280 (SpatialDropout).
     """
 
     axes = "N C H W"
+    shared = _PIXELS[4]
+    __init__ = DropRegularizer.__init__
 
 
-class Dropout3d(_ChannelDropout):
+class Dropout3d(Dropout):
     """Zero whole channels of (N, C, D, H, W) volumes with probability `p`. Reference: Tompson et al. 2015."""
 
     axes = "N C D H W"
+    shared = _PIXELS[5]
+    __init__ = DropRegularizer.__init__
 
 
 def alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -> Tensor:

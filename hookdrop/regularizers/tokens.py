@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.base import DropRegularizer, P
+from hookdrop.regularizers.dropout import Dropout, drop_slices
 from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.validation import count, one_of
 
@@ -49,10 +50,8 @@ def tokens_kept(tokens: int, p: float) -> int:
 
 def locked_dropout(x: Tensor, p: float | Tensor, time_dim: int = 1, training: bool = True) -> Tensor:
     """`dropout` with one mask for all time steps: see `LockedDropout`."""
-    p = P.argument(p, x, "locked_dropout", LockedDropout.axes)
-    axis = _time_axis(x.shape, time_dim)
-    shape = tuple(1 if at == axis else size for at, size in enumerate(x.shape))
-    return slice_dropout(x, p, shape) if training else x
+    time_dim = count(time_dim, "time_dim", "locked_dropout", -8)
+    return drop_slices(x, p, (time_dim,), "locked_dropout", LockedDropout.axes, training)
 
 
 def _check_prefix(shape: Sequence[int], prefix: int) -> None:
@@ -61,13 +60,6 @@ def _check_prefix(shape: Sequence[int], prefix: int) -> None:
             f"got {tuple(shape)}: prefix={prefix} leaves no token to drop, since L={shape[1]}.\n"
             f"  use a smaller prefix, such as prefix=0, or hook a layer that returns more tokens."
         )
-
-
-def _time_axis(shape: Sequence[int], time_dim: int) -> int:
-    time_dim, rank = count(time_dim, "time_dim", "LockedDropout", -8), len(shape)
-    if not -rank <= time_dim < rank:
-        raise ShapeError(f"got {tuple(shape)}: time_dim={time_dim} is not one of its axes 0 to {rank - 1}.")
-    return time_dim % rank
 
 
 class TokenDropout(DropRegularizer):
@@ -142,7 +134,7 @@ class TokenDropout(DropRegularizer):
         return token_dropout(x, float(rate) if self.remove else rate, self.prefix, remove=self.remove)
 
 
-class LockedDropout(DropRegularizer):
+class LockedDropout(Dropout):
     """Zero the same elements at all time steps with probability `p`, and scale the rest by 1 / (1 - p).
 
     Args:
@@ -167,26 +159,15 @@ class LockedDropout(DropRegularizer):
     axes = "N T C ..."
 
     def __init__(self, p: float | None = None, time_dim: int = 1, *, keep_prob: float | None = None) -> None:
-        super().__init__(p, keep_prob=keep_prob)
-        self.time_dim = count(time_dim, "time_dim", self.title, -8)
-
-    def check(self, shape: Sequence[int]) -> None:
-        super().check(shape)
-        _time_axis(shape, self.time_dim)
+        super().__init__(p, shared=(count(time_dim, "time_dim", self.title, -8),), keep_prob=keep_prob)
+        self.time_dim = self.shared[0]
 
     def reading(self, shape: Sequence[int]) -> str:
-        return f"T={shape[_time_axis(shape, self.time_dim)]}"
+        return f"T={shape[self.time_dim]}"
 
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
-        if _time_axis(shape, self.time_dim) == len(shape) - 1:
+        if self.time_dim in (-1, len(shape) - 1):
             return [f"reads the last axis of {tuple(shape)} as time and drops whole steps; features are usually last."]
         if len(shape) == 4:
             return [f"reads {tuple(shape)} as {self.reading(shape)}; for a map use Dropout2d, which drops channels."]
         return []
-
-    @property
-    def independent_samples(self) -> bool:
-        return self.time_dim > 0
-
-    def regularize(self, x: Tensor, rate: Any) -> Tensor:
-        return locked_dropout(x, rate, self.time_dim)

@@ -103,6 +103,8 @@ class Case:
 SITES = ["0", "2"]
 _CASES = {
     "Dropout (native)": Case(Dropout(0.3), (4, 8, 32, 32)),  # large enough for hookdrop's implementation
+    "Dropout (shared)": Case(Dropout(0.3, shared=(2, 3))),
+    "Dropout (one mask for all samples)": Case(Dropout(0.3, shared=(0, -1))),
     "Dropout1d": Case(Dropout1d(0.3), (4, 6, 8)),
     "Dropout3d": Case(Dropout3d(0.3), (4, 6, 4, 4, 4)),
     "DropBlock (sparse)": Case(DropBlock(0.3, 3)),

@@ -62,6 +62,8 @@ def test_invalid_rates_raise(cls: type[Regularizer]) -> None:
 SETTINGS: list[tuple[type[Regularizer], Any, str]] = [
     (Dropout, {}, r"how much to drop: Dropout\(p=0.1\)"),
     (Dropout, {"p": torch.tensor([0.1, 0.2])}, "p must be"),
+    (Dropout, {"p": 0.1, "shared": (2, 2)}, r"shared must have each axis once, got \(2, 2\)"),
+    *((Dropout, {"p": 0.1, "shared": axes}, "shared must be an integer") for axes in (None, "2", (1.0,), [True])),
     (GaussianDropout, {"p": 1.0}, r"must lie in \[0, 1\), got 1"),
     (HeadDropout, {"p": 1.0}, r"p must lie in \[0, 1\), got 1"),
     (LayerDrop, {"p": 1.0}, r"p must lie in \[0, 1\), got 1"),  # the layer would never train
@@ -142,8 +144,10 @@ SHAPES: list[tuple[Regularizer, tuple[int, ...], str]] = [
     (TokenDropout(0.1), (8, 1, 10), r"prefix=1 leaves no token to drop, since L=1.\n  use a smaller prefix"),
     (TokenDropout(0.1), (8, 4, 2, 5, 5), "Dropout3d"),
     (LockedDropout(0.1), (8, 10), r"needs \(N, T, C, ...\)"),
-    (LockedDropout(0.1, 3), (2, 3, 4), "time_dim=3 is not one of its axes 0 to 2"),
-    (LockedDropout(0.1, -4), (2, 3, 4), "time_dim=-4 is not one"),
+    (LockedDropout(0.1, 3), (2, 3, 4), r"\(3,\) must be different ones of its axes 0 to 2"),
+    (LockedDropout(0.1, -4), (2, 3, 4), r"\(-4,\) must be different ones of its axes 0 to 2, or -3 to -1"),
+    (Dropout(0.1, shared=(2, 3)), (8, 197, 384), r"\(2, 3\) must be different ones of its axes 0 to 2"),
+    (Dropout(0.1, shared=(1, -2)), (8, 197, 384), r"\(1, -2\) must be different ones"),
     (NEFTune(5), (4, 8), r"neftune needs \(N, L, d\)"),
     (NEFTune(5), (2, 3, 4, 5), r"neftune needs \(N, L, d\)"),
     (HeadDropout(0.2, heads=5), (2, 3, 12), "12 features do not divide into 5 heads"),
