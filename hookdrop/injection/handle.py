@@ -29,7 +29,7 @@ from hookdrop.utils.validation import CopyDevice, count, number
 # Imported on first use, because most trainings neither measure nor predict.
 if TYPE_CHECKING:
     from hookdrop.injection.measurement import Measurement
-    from hookdrop.injection.prediction import Prediction
+    from hookdrop.injection.prediction import Prediction, Sampler
     from hookdrop.injection.recording import Recording
 
 
@@ -368,6 +368,7 @@ class Injection:
         p: float | None = None,
         activation: str | None = "softmax",
         output: Callable[[Any], Tensor] | None = None,
+        consistent: bool = False,
     ) -> Prediction:
         """Sample predictions inside `sampling()`, and return their mean, variance, entropy and mutual information.
 
@@ -386,12 +387,15 @@ class Injection:
                 `"sigmoid"` for binary and multi-label logits, None for regression.
             output: picks the tensor from what the model returns; None takes a tensor, or the `logits` of transformers'
                 outputs. It can also move the class axis.
+            consistent: whether sample s applies the same function to every row of every batch, so that the predictions
+                of the tiles of an image fit together: the mask of a site depends only on s, `torch.initial_seed()`, the
+                number of the call and the shape of a row. Samples then do not use the global RNG.
 
         Returns:
             A `Prediction`, whose tensors are concatenated over the batches, on the CPU.
 
         Raises:
-            InjectionError: the rate has no effect, or the injection edits only gradients.
+            InjectionError: the rate has no effect, the injection edits only gradients, or `consistent` is not possible.
             ValueError, TypeError, ShapeError: an argument, the input or the output is invalid, or the loader is empty.
 
         Example:
@@ -405,10 +409,33 @@ class Injection:
         Reference: Gal & Ghahramani 2016, "Dropout as a Bayesian approximation", arXiv:1506.02142; Houlsby et al. 2011,
         "Bayesian active learning for classification and preference learning", arXiv:1112.5745 (mutual information).
         """
-        from hookdrop.injection.prediction import predict
+        return self._sampler("predict()", p, consistent).predict(data, samples, activation, output)
 
-        hooks = self._hooks("predict()")
-        return predict(self._require_model(), hooks, self.sampling(p), data, samples, activation, output)
+    def samples(
+        self,
+        batch: Any,
+        n: int = 30,
+        *,
+        p: float | None = None,
+        consistent: bool = False,
+        call: Callable[..., Any] | None = None,
+    ) -> Iterator[Any]:
+        """Sample as `predict` does, and yield what the model returns: detections, tokens, dicts.
+
+        Each forward runs when the loop asks for it. Between them, modes and hooks are as before.
+
+        Args:
+            batch: as for `predict`, or another single argument, such as a detector's list of images; no loader.
+            n: number of samples.
+            p, consistent: as for `predict`.
+            call: what to call in place of the model, such as `model.generate`.
+        """
+        return self._sampler("samples()", p, consistent).samples(batch, n, call)
+
+    def _sampler(self, what: str, p: float | None, consistent: bool) -> Sampler:
+        from hookdrop.injection.prediction import Sampler
+
+        return Sampler(self._require_model(), self._hooks(what), partial(self.sampling, p), consistent)
 
     # --- inspecting
 

@@ -113,6 +113,7 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
 
     only_at: str | None = None  #: `"output"` or `"input"` if it is only meaningful there. None: at both.
     in_backward: ClassVar[bool] = False  #: Whether it edits only the gradient and leaves the forward output unchanged.
+    mixes_samples: ClassVar[bool] = False  #: Whether it changes nothing in a batch of one sample.
     axes: str = "..."  #: The axes of its tensors, such as `"N C H W"`. `"..."` stands for any number of axes.
     keeps_shape: bool = True  #: Whether the result has the shape of the input.
 

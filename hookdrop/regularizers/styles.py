@@ -86,6 +86,7 @@ def _restyle(x: Tensor, changed: Tensor, mean: Tensor, std: Tensor, new_mean: Te
 
 class _StyleRegularizer(Regularizer):
     rate: ClassVar[Rate] = _P
+    mixes_samples = True
     axes = "N C H W"
 
     def check(self, shape: Sequence[int]) -> None:
