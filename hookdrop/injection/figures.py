@@ -118,3 +118,51 @@ def _on_cpu(x: Tensor) -> Tensor:
     x = x.detach()
     x = x.full_tensor() if hasattr(x, "full_tensor") else x
     return x.cpu() if x.dtype == torch.bool else x.cpu().float()
+
+
+def prediction_figure(
+    mean: Tensor, spread: Tensor, information: Tensor | None, rows: int = 8, figure: Any = None
+) -> Figure:
+    """Draw the rows with the largest mutual information, or standard deviation without one: see `Prediction.plot`."""
+    if not mean.numel() or mean.dim() > 5:
+        raise ShapeError(f"got {tuple(mean.shape)}: it cannot be shown as images.")
+    tables = {"standard deviation": spread} | ({} if information is None else {"mutual information": information})
+    name, uncertainty = [*tables.items()][-1]
+    top = uncertainty.reshape(len(mean), -1).mean(1).argsort(descending=True)[:rows]
+    title = f"the {len(top)} most uncertain of {len(mean)} rows, by {name}"
+    if mean[0].numel() == 1:
+        figure, order = get_figure(figure, 6.0, 3.2), mean.flatten().argsort()
+        axes, uncertain = figure.subplots(), torch.isin(order, top)
+        for at, color in ((~uncertain, "gray"), (uncertain, DROPPED)):
+            values = mean.flatten()[order[at]], spread.flatten()[order[at]]
+            axes.errorbar(at.nonzero()[:, 0], *values, fmt="o", markersize=4, color=color)
+        axes.set(xlabel="rows in the order of their mean", ylabel="mean and standard deviation")
+        axes.set_title(title, fontsize=10)
+        return figure  # type: ignore[no-any-return]
+    has_classes = mean.dim() > 3 and information is not None and information.dim() < mean.dim()
+    tables = ({"most probable class": mean.argmax(1)} if has_classes else {"mean": mean}) | tables
+    flat = mean.dim() == 2  # one picture for all rows
+    pictures = {name: [x[top]] if flat else [_picture(row, mean.dim()) for row in x[top]] for name, x in tables.items()}
+    pictures = {name: images for name, images in pictures.items() if images[0].dim() == 2}
+    lines = 1 if flat else len(top)
+    figure = get_figure(figure, 1.0 + 2.8 * len(pictures), 1.5 + (0.25 * len(top) if flat else 1.6 * lines))
+    figure.suptitle(title, fontsize=10)
+    for column, (name, images) in zip(
+        figure.subplots(lines, len(pictures), squeeze=False).T, pictures.items(), strict=True
+    ):
+        low, high = min(float(x.min()) for x in images), max(float(x.max()) for x in images)
+        for axes, image, row in zip(column, images, top.tolist(), strict=False):
+            aspect = "equal" if mean.dim() > 3 else "auto"
+            drawn = axes.imshow(image, SCALE, vmin=low, vmax=high, aspect=aspect, interpolation="nearest")
+            axes.set(xticks=[], yticks=[], ylabel=f"row {row}")
+        if flat:
+            axes.set_yticks(range(len(top)), [f"row {row}" for row in top], fontsize=8)
+            axes.set(xlabel="classes", ylabel="")
+        figure.colorbar(drawn, ax=column, location="bottom", label=name, shrink=0.9)
+    return figure  # type: ignore[no-any-return]
+
+
+def _picture(row: Tensor, rank: int) -> Tensor:
+    """Return the image of one row of a tensor of `rank` axes: its mean channel, and the middle slice of a volume."""
+    row = row.mean(0) if rank > 3 and row.dim() == rank - 1 else row
+    return row[len(row) // 2] if row.dim() == 3 else row

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,15 @@ from torch.special import entr
 
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
+from hookdrop.injection.figures import prediction_figure
 from hookdrop.regularizers import rows_alone
 from hookdrop.utils.errors import InjectionError, ShapeError, warn
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tensor_tree import describe, map_leaves
 from hookdrop.utils.validation import count, one_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # --- statistics
 
@@ -44,6 +48,15 @@ class Prediction:
     from the model (BALD). It has the shape of `entropy`."""
     samples: int
     """The number of samples."""
+
+    def plot(self, rows: int = 8, figure: Any = None) -> Figure:
+        """Draw the mean and the spread of the `rows` most uncertain rows; of single numbers, of all rows.
+
+        Maps of classes are shown as their most probable class, other maps as the mean of their channels.
+        """
+        return prediction_figure(
+            self.mean, self.variance.sqrt(), self.mutual_information, count(rows, "rows", "plot"), figure
+        )
 
     def __repr__(self) -> str:
         averages = {"std": self.variance.sqrt(), "entropy": self.entropy, "mutual information": self.mutual_information}
