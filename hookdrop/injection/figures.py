@@ -153,7 +153,7 @@ def prediction_figure(
         low, high = min(float(x.min()) for x in images), max(float(x.max()) for x in images)
         for axes, image, row in zip(column, images, top.tolist(), strict=False):
             aspect = "equal" if mean.dim() > 3 else "auto"
-            drawn = axes.imshow(image, SCALE, vmin=low, vmax=high, aspect=aspect, interpolation="nearest")
+            drawn = axes.imshow(image.numpy(), SCALE, vmin=low, vmax=high, aspect=aspect, interpolation="nearest")
             axes.set(xticks=[], yticks=[], ylabel=f"row {row}")
         if flat:
             axes.set_yticks(range(len(top)), [f"row {row}" for row in top], fontsize=8)

@@ -39,6 +39,7 @@ from hookdrop import (
     LayerDrop,
     LinearSchedule,
     Masksembles,
+    MixStyle,
     NEFTune,
     TokenDropout,
     inject,
@@ -342,6 +343,8 @@ case(
 )
 case("a rate that looks like keep_prob", lambda: inject(ResNet(), DropBlock(p=0.9, block_size=3), layers="layer1.*"))
 case("an int for p", lambda: DropBlock(7))
+case("a shared axis twice", lambda: Dropout(p=0.1, shared=(2, 2)))
+case("a shared axis that does not exist", lambda: Dropout(p=0.1, shared=(2, 3))(torch.ones(8, 197, 384)))
 case(
     "a PackedSequence",
     lambda: run(
@@ -699,6 +702,16 @@ case(
 case(
     "predicting with hooks that only edit gradients",
     lambda: inject(_model := mlp(), ClipActivationGrad(max_norm=1.0), layers="0").predict(torch.ones(2, 8)),
+)
+case(
+    "consistent samples of a regularizer that mixes samples",
+    lambda: inject(_model := ResNet(), MixStyle(p=0.5), layers="conv1").predict(IMAGES, consistent=True),
+)
+case(
+    "consistent samples where axis 0 is not the batch",
+    lambda: inject(_model := nn.Sequential(nn.Flatten(0, 1), nn.Linear(8, 3)), Dropout(p=0.5), layers="0").predict(
+        torch.ones(2, 5, 8), consistent=True
+    ),
 )
 
 
