@@ -132,8 +132,10 @@ class Dropout(DropRegularizer):
         _mask_shape(shape, self.shared)
 
     def reading(self, shape: Sequence[int]) -> str:
-        one_mask = ", ".join(f"axis {axis} of {shape[axis]}" for axis in self.shared)
-        return super().reading(shape) or (one_mask and f"one mask for {one_mask}")
+        if self.axes != "..." or not self.shared:
+            return super().reading(shape)
+        sizes = "x".join(str(shape[axis]) for axis in self.shared)
+        return f"one mask for {sizes} (axes {', '.join(map(str, self.shared))})"
 
     def shape_warnings(self, shape: Sequence[int]) -> list[str]:
         return nhwc_warnings(shape) if self.shared == _PIXELS.get(len(shape)) else []

@@ -67,7 +67,7 @@ def test_text_form() -> None:
 
 def test_plan_shows_the_shared_axes_and_warns_about_channels_last(model: Small, images: Tensor) -> None:
     shown = plan(model, Dropout(0.1, shared=(-2, 3)), layers="conv1", example_input=images)
-    assert shown.sites[0].reading == f"one mask for axis -2 of {images.shape[2]}, axis 3 of {images.shape[3]}"
+    assert shown.sites[0].reading == "one mask for 16x16 (axes -2, 3)"
     (warning,) = Dropout(0.1, shared=(2, 3)).shape_warnings((2, 7, 7, 96))
     assert "looks like NHWC" in warning
     assert Dropout(0.1, shared=(1, 2)).shape_warnings((2, 7, 7, 96)) == []
