@@ -47,6 +47,12 @@ class ConsistentMasks:
     @contextmanager
     def replacing(self, hooks: Sequence[SiteHook]) -> Iterator[None]:
         """Draw the masks of these hooks in the forward inside."""
+        for hook in hooks:
+            if hook.regularizer.mixes_samples or "rows" in hook.regularizer.needs:
+                raise InjectionError(
+                    f"consistent=True: {hook.where} needs several samples at once, so no row has its own mask.\n"
+                    "  leave out consistent=True, or sample each injection on its own: find(model)[name].predict(x)"
+                )
         lives = {hook.state.live for hook in hooks}
         if any(live.observe is not None for live in lives):
             raise InjectionError("consistent=True cannot be used inside recording().\n  leave recording() first")

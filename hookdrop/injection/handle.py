@@ -29,7 +29,7 @@ from hookdrop.utils.validation import CopyDevice, count, number
 # Imported on first use, because most trainings neither measure nor predict.
 if TYPE_CHECKING:
     from hookdrop.injection.measurement import Measurement
-    from hookdrop.injection.prediction import Prediction, Sampler
+    from hookdrop.injection.prediction import Prediction
     from hookdrop.injection.recording import Recording
 
 
@@ -409,16 +409,13 @@ class Injection:
         Reference: Gal & Ghahramani 2016, "Dropout as a Bayesian approximation", arXiv:1506.02142; Houlsby et al. 2011,
         "Bayesian active learning for classification and preference learning", arXiv:1112.5745 (mutual information).
         """
-        return self._sampler("predict()", p, consistent).predict(data, samples, activation, output)
+        from hookdrop.injection.prediction import predict
+
+        hooks = self._hooks("predict()")
+        return predict(self._require_model(), hooks, self.sampling(p), data, samples, activation, output, consistent)
 
     def samples(
-        self,
-        batch: Any,
-        n: int = 30,
-        *,
-        p: float | None = None,
-        consistent: bool = False,
-        call: Callable[..., Any] | None = None,
+        self, batch: Any, n: int = 30, *, p: float | None = None, consistent: bool = False, call: Any = None
     ) -> Iterator[Any]:
         """Sample as `predict` does, and yield what the model returns: detections, tokens, dicts.
 
@@ -430,12 +427,10 @@ class Injection:
             p, consistent: as for `predict`.
             call: what to call in place of the model, such as `model.generate`.
         """
-        return self._sampler("samples()", p, consistent).samples(batch, n, call)
+        from hookdrop.injection.prediction import samples
 
-    def _sampler(self, what: str, p: float | None, consistent: bool) -> Sampler:
-        from hookdrop.injection.prediction import Sampler
-
-        return Sampler(self._require_model(), self._hooks(what), partial(self.sampling, p), consistent)
+        hooks = self._hooks("samples()")
+        return samples(self._require_model(), hooks, partial(self.sampling, p), batch, n, consistent, call)
 
     # --- inspecting
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +54,8 @@ class Prediction:
 
         Maps of classes are shown as their most probable class, other maps as the mean of their channels.
         """
-        return prediction_figure(
-            self.mean, self.variance.sqrt(), self.mutual_information, count(rows, "rows", "plot"), figure
-        )
+        rows = count(rows, "rows", "plot")
+        return prediction_figure(self.mean, self.variance.sqrt(), self.mutual_information, rows, figure)
 
     def __repr__(self) -> str:
         averages = {"std": self.variance.sqrt(), "entropy": self.entropy, "mutual information": self.mutual_information}
@@ -188,8 +187,9 @@ def _read_batches(model: nn.Module, data: Any) -> Iterator[Inputs]:
         yield inputs.map(lambda x: move(x) if hasattr(x, "to") else map_leaves(x, move))
 
 
-def _pick(out: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
-    """Return the tensor to summarize of what the model returns."""
+def _call(model: nn.Module, inputs: Inputs, output: Callable[[Any], Tensor] | None) -> Tensor:
+    """Call the model and return the tensor to summarize."""
+    out = model(*inputs.args, **inputs.kwargs)
     picked: object = out if isinstance(out, Tensor) else getattr(out, "logits", None)
     if output is not None:
         picked = output(out)
@@ -205,102 +205,99 @@ def _pick(out: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
     return picked
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """Runs a model in eval mode, without gradients, inside `sampling`, which activates `hooks`."""
+def predict(
+    model: nn.Module,
+    hooks: Sequence[SiteHook],
+    sampling: AbstractContextManager[object],
+    data: Any,
+    samples: int,
+    activation: str | None,
+    output: Callable[[Any], Tensor] | None,
+    consistent: bool,
+) -> Prediction:
+    """Sample `model` on `data` inside `sampling`, which activates `hooks`. See `Injection.predict`."""
+    from hookdrop.survey.isolation import eval_mode  # only a prediction needs it
 
-    model: nn.Module
-    hooks: Sequence[SiteHook]
-    sampling: Callable[[], AbstractContextManager[object]]
-    consistent: bool
+    if count(samples, "samples", "predict") == 1:
+        raise ValueError(
+            "predict: samples must be at least 2, got 1: one sample has no variance.\n"
+            "  one sample: with drop.sampling(), torch.no_grad(): model(x)"
+        )
+    one_of(activation, "activation", "predict", ("softmax", "sigmoid", None))
+    if all(hook.regularizer.in_backward for hook in hooks):
+        raise InjectionError(
+            "predict: the injection edits gradients only, so all samples would be equal.\n"
+            "  inject a regularizer that changes the forward, such as Dropout(p=0.1)"
+        )
+    found: list[Prediction] = []
+    with eval_mode(model), torch.no_grad(), sampling:
+        masks = _fixed_masks(model, samples)
+        for inputs in _read_batches(model, data):
+            summary, repeated = Summary(activation), inputs.repeated(masks)
+            for number in range(samples // masks):
+                with _masks_of(number, repeated, hooks, consistent):
+                    summary.add(_call(model, repeated, output), masks)
+            found.append(summary.prediction())
+    if not found:
+        raise ValueError(
+            f"predict: the {type(data).__name__} yields no batch.\n"
+            "  a generator can be read only once: pass a DataLoader or a list"
+        )
+    prediction = concatenated(found)
+    if prediction.mean.numel() and prediction.variance.max().sqrt() <= 1e-6 * prediction.mean.abs().max():
+        warn(
+            f"predict: all {samples} samples are equal up to rounding: no hook changed the output, or the "
+            "activation saturates.\n  check that the hooked layers run: print(drop.probe(x))"
+        )
+    return prediction
 
-    def predict(
-        self, data: Any, samples: int, activation: str | None, output: Callable[[Any], Tensor] | None
-    ) -> Prediction:
-        """See `Injection.predict`."""
-        if count(samples, "samples", "predict") == 1:
-            raise ValueError(
-                "predict: samples must be at least 2, got 1: one sample has no variance.\n"
-                "  one sample: with drop.sampling(), torch.no_grad(): model(x)"
-            )
-        one_of(activation, "activation", "predict", ("softmax", "sigmoid", None))
-        self._check()
-        found: list[Prediction] = []
-        with self._active():
-            masks = self._fixed_masks(samples)
-            for inputs in _read_batches(self.model, data):
-                summary, repeated = Summary(activation), inputs.repeated(masks)
-                for number in range(samples // masks):
-                    summary.add(_pick(self._run(self.model, repeated, number), output), masks)
-                found.append(summary.prediction())
-        if not found:
-            raise ValueError(
-                f"predict: the {type(data).__name__} yields no batch.\n"
-                "  a generator can be read only once: pass a DataLoader or a list"
-            )
-        prediction = concatenated(found)
-        if prediction.mean.numel() and prediction.variance.max().sqrt() <= 1e-6 * prediction.mean.abs().max():
-            warn(
-                f"predict: all {samples} samples are equal up to rounding: no hook changed the output, or the "
-                "activation saturates.\n  check that the hooked layers run: print(drop.probe(x))"
-            )
-        return prediction
 
-    def samples(self, batch: Any, n: int, call: Callable[..., Any] | None) -> Iterator[Any]:
-        """See `Injection.samples`. Each sample has its own contexts, so that the caller's code runs outside of them."""
-        n = count(n, "n", "samples")
-        self._check()
-        (inputs,) = _read_batches(self.model, batch if isinstance(batch, Tensor | tuple | Mapping) else (batch,))
+def samples(
+    model: nn.Module,
+    hooks: Sequence[SiteHook],
+    sampling: Callable[[], AbstractContextManager[object]],
+    batch: Any,
+    n: int,
+    consistent: bool,
+    call: Callable[..., Any] | None,
+) -> Iterator[Any]:
+    """See `Injection.samples`. Each sample enters its own contexts, so that the caller's code runs outside of them."""
+    from hookdrop.survey.isolation import eval_mode
 
-        def sample(number: int) -> Any:
-            with self._active():
-                self._fixed_masks(1)
-                return self._run(call or self.model, inputs, number)
+    (inputs,) = _read_batches(model, batch if isinstance(batch, Tensor | tuple | Mapping) else (batch,))
 
-        return (sample(number) for number in range(n))
+    def sample(number: int) -> Any:
+        with eval_mode(model), torch.no_grad(), sampling(), _masks_of(number, inputs, hooks, consistent):
+            _fixed_masks(model, 1)
+            return (call or model)(*inputs.args, **inputs.kwargs)
 
-    @contextmanager
-    def _active(self) -> Iterator[None]:
-        from hookdrop.survey.isolation import eval_mode  # only a prediction needs it
+    return (sample(number) for number in range(count(n, "n", "samples")))
 
-        with eval_mode(self.model), torch.no_grad(), self.sampling():
-            yield
 
-    def _run(self, call: Callable[..., Any], inputs: Inputs, number: int) -> Any:
-        if not self.consistent:
-            return call(*inputs.args, **inputs.kwargs)
-        from hookdrop.injection.consistent import ConsistentMasks
+def _masks_of(
+    number: int, inputs: Inputs, hooks: Sequence[SiteHook], consistent: bool
+) -> AbstractContextManager[object]:
+    """Return a context in which the hooks draw the masks of a sample, if these are to be consistent."""
+    if not consistent:
+        return nullcontext()
+    from hookdrop.injection.consistent import ConsistentMasks
 
-        with ConsistentMasks(number, inputs.rows("consistent=True draws for a batch of one row")).replacing(self.hooks):
-            return call(*inputs.args, **inputs.kwargs)
+    return ConsistentMasks(number, inputs.rows("consistent=True draws for a batch of one row")).replacing(hooks)
 
-    def _check(self) -> None:
-        if all(hook.regularizer.in_backward for hook in self.hooks):
-            raise InjectionError(
-                "predict: the injection edits gradients only, so all samples would be equal.\n"
-                "  inject a regularizer that changes the forward, such as Dropout(p=0.1)"
-            )
-        one_of(self.consistent, "consistent", "predict", (True, False))
-        mixing = [hook for hook in self.hooks if hook.regularizer.mixes_samples or "rows" in hook.regularizer.needs]
-        if self.consistent and mixing:
-            raise InjectionError(
-                f"consistent=True: {mixing[0].where} needs several samples at once, so no row has its own mask.\n"
-                "  leave out consistent=True, or sample each injection on its own: find(model)[name].predict(x)"
-            )
 
-    def _fixed_masks(self, samples: int) -> int:
-        """Return the number of fixed masks, all of which one forward applies; 1 if masks are drawn."""
-        active = [hook.regularizer for _, hook in hooks_of(self.model) if hook.eval_rate is not None]
-        groups = [rows_alone(regularizer) for regularizer in active if not regularizer.in_backward]
-        masks = math.lcm(*(number or 1 for number in groups))
-        if masks > 1 and (not all(groups) or (self.consistent and 1 in groups)):
-            raise InjectionError(
-                f"predict: {masks} fixed masks need a forward on {masks} copies of each row, but another regularizer "
-                "draws once for the whole batch.\n  sample each injection on its own: find(model)[name].predict(x)"
-            )
-        if samples % masks:
-            raise ValueError(
-                f"predict: the regularizer has {masks} fixed masks, so samples must be a multiple of it, got {samples}."
-                f"\n  write: drop.predict(x, samples={masks})"
-            )
-        return masks
+def _fixed_masks(model: nn.Module, samples: int) -> int:
+    """Return the number of fixed masks of the active hooks, all of which one forward applies; 1 if masks are drawn."""
+    active = [hook.regularizer for _, hook in hooks_of(model) if hook.eval_rate is not None]
+    groups = [rows_alone(regularizer) for regularizer in active if not regularizer.in_backward]
+    masks = math.lcm(*(number or 1 for number in groups))
+    if masks > 1 and not all(groups):
+        raise InjectionError(
+            f"predict: {masks} fixed masks need a forward on {masks} copies of each row, but another regularizer draws "
+            "once for the whole batch.\n  sample each injection on its own: find(model)[name].predict(x)"
+        )
+    if samples % masks:
+        raise ValueError(
+            f"predict: the regularizer has {masks} fixed masks, so samples must be a multiple of it, got {samples}.\n"
+            f"  write: drop.predict(x, samples={masks})"
+        )
+    return masks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import ClipActivationGrad, Dropout, Injection, InjectionError, LinearSchedule, Masksembles, inject
+from hookdrop import Dropout, Injection, InjectionError, LinearSchedule, Masksembles, inject
 from hookdrop.regularizers import Regularizer
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -110,7 +110,6 @@ def test_rate_and_errors() -> None:
 @pytest.mark.parametrize(
     ("regularizer", "error", "says"),
     [
-        (ClipActivationGrad(max_norm=1.0), InjectionError, "edits gradients only"),
         (Masksembles(n=2), ValueError, r"2 fixed masks, so samples must (.|\n)*drop.predict\(x, samples=2\)"),
     ],
 )
