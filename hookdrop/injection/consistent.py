@@ -37,7 +37,6 @@ class ConsistentMasks:
         # A batch of one may have any layout: windows, frames, time steps first.
         axis = int(self.rows > 1)
         by_row = {name: t.unsqueeze(axis) for name, t in context.items() if isinstance(t, Tensor) and len(t) == len(x)}
-
         with forked_rng(x):
             _seed(x.device, f"{torch.initial_seed()} {hook.state.name} {hook.site} {hook.at} {call} {self.sample}")
             draw = vmap(lambda x, own: regularized(one, x, rate.value, **context | own), randomness="same")
