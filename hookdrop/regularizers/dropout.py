@@ -142,7 +142,7 @@ class Dropout(DropRegularizer):
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
         if self.shared:
-            return drop_slices(x, rate, self.shared, self.title, self.axes)
+            return drop_slices(x, rate, self.shared, type(self).__name__, self.axes)
         floating(x, "dropout", nested=True)
         return _drop_elements(x, rate)
 
