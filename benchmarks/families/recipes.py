@@ -12,12 +12,15 @@ from torch import nn
 import hookdrop
 from families.depth import check_sites
 from families.layers import Run, float_tensors
+from families.own_dropout import check_own_dropout
 from families.units import check_heads, check_layers, check_patches, check_tokens
 from hookdrop import InjectionError, LayerError, recipes
 from hookdrop.recipes import Recipe
 from models.check import Behavior, require
 
 Record = dict[str, Any]
+Check = Callable[[nn.Module, Sequence[Run]], Record]
+"""The check of a recipe that places no hooks."""
 Planned = list[tuple[Run, hookdrop.Plan]]
 """The plans of a recipe, each with the forward that its sites were found in."""
 
@@ -32,8 +35,10 @@ class Case:
     """Whether the recipe has to accept each part of a model."""
 
 
-def run_case(case: Case, model: nn.Module, runs: Sequence[Run]) -> Record:
+def run_case(case: Case | Check, model: nn.Module, runs: Sequence[Run]) -> Record:
     """Return the record of the first settings with which the recipe covers the model, else of the first settings."""
+    if not isinstance(case, Case):
+        return case(model, runs)
     behavior = Behavior(model, lambda: [float_tensors(run()) for run in runs], strict=True)
     tried = []
     for status, recipe in case.recipes.items():
@@ -121,7 +126,7 @@ def _in_each(check: Callable[[Run, Any], None]) -> Callable[[nn.Module, Planned]
     return check_all
 
 
-CASES = {
+CASES: dict[str, Case | Check] = {
     "stochastic_depth": Case(
         {"passed": recipes.stochastic_depth(p=0.2), "batch": recipes.stochastic_depth(p=0.2, mode="batch")},
         check_depth,
@@ -130,5 +135,6 @@ CASES = {
     "head_dropout": Case({"passed": recipes.head_dropout(p=0.5)}, _in_each(check_heads)),
     "layer_drop": Case({"passed": recipes.layer_drop(p=0.5)}, _in_each(check_layers)),
     "patch_dropout": Case({"passed": recipes.patch_dropout(p=0.5)}, _in_each(check_patches)),
+    "set_dropout": check_own_dropout,
     "neftune": Case({"passed": recipes.neftune(alpha=5.0)}, _in_each(check_tokens)),
 }

@@ -71,7 +71,7 @@ class CompanionHook(PlacedHook):
 
     owner: Any = None
 
-    def __init__(self, owner: SiteHook, function: Callable[..., Any], *settings: Any) -> None:
+    def __init__(self, owner: Any, function: Callable[..., Any], *settings: Any) -> None:
         self.owner, self.function, self.settings = owner, function, settings
 
     def __call__(self, *call: Any) -> Any:

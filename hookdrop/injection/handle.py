@@ -19,7 +19,7 @@ from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.optimizer import Follower, innermost
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import rates, state_dict
-from hookdrop.injection.sinks import RateSink, remove_sinks, sinks_of, warn_about_changed
+from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sinks_of, warn_about_changed
 from hookdrop.injection.spec import InjectionSpec, spec_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import InjectionError
@@ -124,18 +124,11 @@ class Injection:
         """All that has a rate by its unit, including sinks outside the handle's part of the model."""
         return rates.rates_by_unit([sink for state in self._states for sink in state.live.members])
 
-    def _hooks(self, what: str) -> list[SiteHook]:
-        """Return the hooks, or raise if there are none, or if the handle also drives dropout that the model has."""
+    def _require_sinks(self, what: str) -> list[RateSink]:
         self._check_not_removed(what)
         if not self._states:
             raise InjectionError(f"{what}: there is no injection here.")
-        for sink in self._sinks:
-            if not isinstance(sink, SiteHook):
-                raise InjectionError(
-                    f"{what} needs hooks, but {sink.state.name!r} changes dropout that the model has ({sink.site!r}).\n"
-                    f"  for an injection with hooks: find(model)[name].{what}"
-                )
-        return [sink for sink in self._sinks if isinstance(sink, SiteHook)]
+        return self._sinks
 
     def _require_model(self) -> nn.Module:
         model = self._model()
@@ -344,7 +337,7 @@ class Injection:
         Raises:
             InjectionError: the rate has no effect, so all samples would be equal.
         """
-        self._hooks("sampling()")
+        self._require_sinks("sampling()")
         if p is not None:
             p = self._require_common_unit(f"sampling(p={p})")[0].valid_target(p)
         for state in self._states:
@@ -357,6 +350,11 @@ class Injection:
                     f"  pass a rate: sampling(p={rates.largest_target(rated) or 0.1:g})   or seek() to the training "
                     "step (a copy, such as an EMA, has its own step count)."
                 )
+        for state in self._states:
+            if any(isinstance(sink, AttributeSink) for sink in state.live.members):
+                from hookdrop.injection.own_dropout import find_runners
+
+                find_runners(self._require_model(), state)
         with rates.overriding(self._states, sampling=True, p=p):
             yield self
 
@@ -407,8 +405,8 @@ class Injection:
         """
         from hookdrop.injection.prediction import predict
 
-        hooks = self._hooks("predict()")
-        return predict(self._require_model(), hooks, self.sampling(p), data, samples, activation, output)
+        sinks = self._require_sinks("predict()")
+        return predict(self._require_model(), sinks, self.sampling(p), data, samples, activation, output)
 
     # --- inspecting
 
@@ -427,9 +425,9 @@ class Injection:
         """
         from hookdrop.injection.measurement import probe
 
-        hooks = self._hooks("probe()")
+        sinks = self._require_sinks("probe()")
         with rates.overriding(self._states, step=None if step is None else count(step, "step", "probe", 0)):
-            return probe(self._require_model(), hooks, x, forwards)
+            return probe(self._require_model(), sinks, x, forwards)
 
     @contextmanager
     def recording(self, last: int = 1, to: CopyDevice = None) -> Iterator[Recording]:
@@ -456,7 +454,7 @@ class Injection:
         from hookdrop.injection.measurement import measured_into
         from hookdrop.injection.recording import Recording
 
-        recording = Recording(self._hooks("recording()"), last, to)
+        recording = Recording(self._require_sinks("recording()"), last, to)
         with measured_into(list(recording.totals.labels), recording.record):
             yield recording
 

@@ -15,6 +15,7 @@ from torch.special import entr
 
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
+from hookdrop.injection.sinks import RateSink
 from hookdrop.regularizers import rows_alone
 from hookdrop.utils.errors import InjectionError, ShapeError, warn
 from hookdrop.utils.names import unwrapped
@@ -186,14 +187,14 @@ def _call(model: nn.Module, inputs: Inputs, output: Callable[[Any], Tensor] | No
 
 def predict(
     model: nn.Module,
-    hooks: Sequence[SiteHook],
+    sinks: Sequence[RateSink],
     sampling: AbstractContextManager[object],
     data: Any,
     samples: int,
     activation: str | None,
     output: Callable[[Any], Tensor] | None,
 ) -> Prediction:
-    """Sample `model` on `data` inside `sampling`, which activates `hooks`. See `Injection.predict`."""
+    """Sample `model` on `data` inside `sampling`, which activates `sinks`. See `Injection.predict`."""
     from hookdrop.survey.isolation import eval_mode  # only a prediction needs it
 
     if count(samples, "samples", "predict") == 1:
@@ -202,7 +203,7 @@ def predict(
             "  one sample: with drop.sampling(), torch.no_grad(): model(x)"
         )
     one_of(activation, "activation", "predict", ("softmax", "sigmoid", None))
-    if all(hook.regularizer.in_backward for hook in hooks):
+    if all(isinstance(sink, SiteHook) and sink.regularizer.in_backward for sink in sinks):
         raise InjectionError(
             "predict: the injection edits gradients only, so all samples would be equal.\n"
             "  inject a regularizer that changes the forward, such as Dropout(p=0.1)"

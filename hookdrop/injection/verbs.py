@@ -220,6 +220,7 @@ def place(planned: Plan) -> Injection:
     # The first forward must not repeat the warnings above.
     state.warned_kinds |= planned.warned_kinds
     state.live.root = weakref.ref(planned.root)
+    state.live.survey = planned.survey if planned.sites[0].attribute else None
     sinks: list[RateSink] = []
     try:
         for site in planned.sites:
