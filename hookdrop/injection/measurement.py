@@ -44,8 +44,8 @@ class Effect:
     """The rate of each call, times its number of elements."""
     asks: int = 0
     """The number of calls in which a rate says what to expect."""
-    drops: int = 0
-    """The number of calls in which a regularizer drops elements."""
+    droppable: int = 0
+    """The number of elements in calls that show which elements they drop."""
     magnitude_in: float = 0.0
     magnitude_out: float = 0.0
 
@@ -56,8 +56,8 @@ class Effect:
 
     @property
     def dropped(self) -> float:
-        """The fraction of dropped elements."""
-        return self.zeroed / self.elements if self.elements else 0.0
+        """The fraction of dropped elements, of those in calls that drop elements."""
+        return self.zeroed / self.droppable if self.droppable else 0.0
 
     @property
     def mean_ratio(self) -> float:
@@ -68,7 +68,7 @@ class Effect:
         """Return the row of the table; a dash marks numbers that do not apply."""
         if not self.calls:
             return name, "-", "-", "-", 0
-        asked, dropped = f"{self.asked:.3f}" if self.asks else "-", f"{self.dropped:.3f}" if self.drops else "-"
+        asked, dropped = f"{self.asked:.3f}" if self.asks else "-", f"{self.dropped:.3f}" if self.droppable else "-"
         return name, asked, dropped, f"{self.mean_ratio:.3f}", self.calls
 
 
@@ -104,7 +104,7 @@ class Measurement(Effect):
         share = x.numel() / y.numel() if y.numel() else 1.0
         magnitude_out = share * _total(y.detach().abs().sum(dtype=torch.float64))
         asks, asked_of_all = asked is not None, (asked or 0.0) * x.numel()
-        new = Effect(1, x.numel(), zeroed, asked_of_all, asks, drops, magnitude_in, magnitude_out)
+        new = Effect(1, x.numel(), zeroed, asked_of_all, asks, drops * x.numel(), magnitude_in, magnitude_out)
         for effect in (self.sites[self.labels[hook]], self):
             for name, value in vars(new).items():
                 setattr(effect, name, getattr(effect, name) + value)

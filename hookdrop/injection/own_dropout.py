@@ -51,9 +51,12 @@ def find_runners(model: nn.Module, state: InjectionState) -> None:
 def _runners(root: nn.Module, state: InjectionState, rates: Collection[DropRate]) -> Runners:
     try:
         state.live.survey = state.live.survey or survey(root)
-    except InjectionError:
+    except InjectionError as error:
         if not {*rates} <= {*known_drop_rates(root)}:
-            raise
+            raise InjectionError(
+                f"sampling(): {state.name!r} was copied without the example input that shows which modules drop.\n"
+                '  inject it here: inject(model, set_dropout(), example_input=x, on_existing="replace")'
+            ) from error
         return {rate: (rate.layer,) for rate in rates}  # modules that only drop need no example
     return runners_of(state.live.survey, rates)
 
@@ -95,7 +98,8 @@ class _Seen(TorchFunctionMode):
     def module(self, sink: AttributeSink, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Measure the call of a module that returns its input in eval mode, before the call."""
         x, trains = args[0] if args else None, module.training or bool(sink.training_modes)
-        if not isinstance(x, Tensor) or not sink.value or not trains:
+        observed = isinstance(getattr(module, sink.attribute), ObservedRate)  # not while a survey runs the model
+        if not isinstance(x, Tensor) or not sink.value or not trains or not observed:
             return
 
         def forward(x: Tensor, training: bool = True) -> Any:

@@ -99,7 +99,7 @@ class AttributeSink:
         value = rate.value if on and rate.value is not None else 0.0
         self._sample(sampling and value != 0.0)
         module = self.module()
-        if module is None or value == self.value:
+        if module is None or not self.placed or value == self.value:
             return
         if not self.is_ours:
             self.state.warn_once(

@@ -101,7 +101,7 @@ def arrivals_of(
     Args:
         model, example, fake: as for `find_drop_rates`.
         training: as for `record`.
-        only: the rates to follow, which are then close to 0; by default, all.
+        only: the drop rates to follow, which are then close to 0; by default, all numbers that may be one.
     """
     with _marked(model, only) as sources, _Decisions():
         trace = record(model, example, fake=fake, training=training)
@@ -145,10 +145,10 @@ def _marked(model: nn.Module, only: Collection[DropRate]) -> Iterator[Sources]:
             source = DropRate(layer, path + key)
             if source in only:
                 new = _RAISED * (1 + 1e-12 * (len(saved) + 1))
-                sources[new] = source, value
+                sources[new] = source, 0.0
             elif not only and type(value) is float and 0.0 <= value < 1.0:
                 new = (value or _RAISED) * (1 + 1e-12 * (len(saved) + 1))  # above, so that `int(value * size)` stays
-                sources[new] = source, value
+                sources[new] = source, 0.0
             elif not only and type(value) is int and value == 0:
                 new = _Zero()
                 new.source = source, 0.0

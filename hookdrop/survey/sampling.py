@@ -38,12 +38,17 @@ def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
     runners = {rate: known.get(rate, (rate.layer,)) for rate in rates}
     names = {name for layers in runners.values() for name in layers}
     training = {module for name, module in survey.model.named_modules() if name in names}
-    try:
-        trace, arrivals = arrivals_of(
-            survey.model, survey.example.value, fake=survey.is_fake, training=training, only=rates
+    for fake in (survey.is_fake, False):  # a forward may test values in training mode only
+        try:
+            trace, arrivals = arrivals_of(survey.model, survey.example.value, fake=fake, training=training, only=rates)
+            break
+        except InjectionError as error:
+            reason = str(error).partition("\n")[2].partition("\n")[0].strip()
+    else:
+        raise InjectionError(
+            f"sampling(): the model does not run in eval mode with its dropout in training mode.\n  {reason}\n"
+            "  leave out the rates of the module that raises this: inject(model, set_dropout(), exclude=[...])"
         )
-    except InjectionError as error:
-        raise InjectionError(f"sampling(): with only its dropout in training mode, {error}") from error
     for rate in rates:
         if rate in known and rate not in arrivals.ops and not trace.calls_of.keys().isdisjoint(runners[rate]):
             raise _refused(survey.model, runners, runners[rate][0], f"{rate.attribute} has no effect in eval mode")
@@ -73,6 +78,17 @@ def _only_drop(trace: Trace, names: Collection[str]) -> set[str]:
     """Return the names of the modules that return their input itself in eval mode."""
     calls = {name: trace.calls_of.get(name, []) for name in names}
     return {name for name, found in calls.items() if found and all(one.outputs == one.inputs[:1] for one in found)}
+
+
+def _effective(trace: Trace, names: Collection[str]) -> list[Op]:
+    """Return the operations that an output depends on, or a change of the example or the weights."""
+    needed = {node for call in trace.calls if call.name in names or not call.name for node in call.outputs}
+    found = []
+    for op in reversed(trace.ops):
+        if not needed.isdisjoint(op.outputs) or (op.is_in_place and any(map(is_given, op.inputs))):
+            needed.update(op.inputs)
+            found.append(op)
+    return found[::-1]
 
 
 def _steps(
@@ -105,7 +121,7 @@ def _steps(
         map_leaves(value, add)
         return found
 
-    for op in trace.ops:
+    for op in _effective(trace, names):
         if op.call is not None and any(one.name in only_drop for one in op.call.around()):
             continue
         computed = [node for node in map(undropped, op.inputs) if node in numbers or is_given(node)]
@@ -118,7 +134,7 @@ def _steps(
         else:
             fused = op.name in ATTENTION or op.name in RECURRENT  # which have a rate and a flag as arguments
             what = key(op.inputs) if fused else key((op.args, op.kwargs))
-            text = f"calls {op.name}" + (f" with a rate of {rate:g}" if isinstance(rate, float) and rate else "")
+            text = f"drops at a rate of {rate} that this injection does not have" if rate else f"calls {op.name}"
             yield (op.name, op.call and op.call.name, rate, what, key(op.outputs)), op.call, text
             numbers |= {node: len(numbers) + index for index, node in enumerate(op.outputs)}
     for call in trace.calls:
