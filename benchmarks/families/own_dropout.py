@@ -36,9 +36,7 @@ def check_own_dropout(model: nn.Module, runs: Sequence[Run]) -> Record:
     model.eval()
     with torch.no_grad():
         for weight in model.parameters():
-            if (
-                weight.dim() > 1 and 0 < weight.abs().max() < 1e-6
-            ):  # the vision model of BLIP-2
+            if weight.dim() > 1 and 0 < weight.abs().max() < 1e-6:  # the vision model of BLIP-2
                 weight.normal_(std=0.05)
     found, refused, without = Counter[str](), list[str](), 0
     for run in runs:

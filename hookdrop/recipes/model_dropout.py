@@ -71,7 +71,7 @@ class set_dropout(Recipe):
         if not rates:
             raise LayerError(
                 f"set_dropout found no rate that it can change in {type(model).__name__}.\n"
-                + "".join(f"  {text}\n" for text in _out_of_reach(_find(model, survey)[0]))
+                + "".join(f"  {text}\n" for text in _left_out(model, survey))
                 + "  add dropout: inject(model, Dropout(p=...), layers=...)"
             )
         if isinstance(self.p, Mapping):
@@ -88,13 +88,13 @@ class set_dropout(Recipe):
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         if isinstance(self.p, Mapping):
             return ()
-        found, why = _find(model, survey)
-        if why:
-            return [f"functional dropout was not looked for: {why}\n  to run the model, pass example_input="]
-        return _out_of_reach(found)
+        return _left_out(model, survey)
 
 
-def _out_of_reach(found: DropRates) -> list[str]:
+def _left_out(model: nn.Module, survey: Survey) -> list[str]:
+    found, why = _find(model, survey)
+    if why:
+        return [f"functional dropout was not looked for: {why}\n  to run the model, pass example_input="]
     places = {what: some([name or "the model" for name in layers]) for what, layers in found.out_of_reach.items()}
     left = [f"{what} ({where})" if where else what for what, where in places.items()]
     return [f"out of reach, so it stays as it is: {text}" for text in left]

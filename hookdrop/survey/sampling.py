@@ -14,7 +14,7 @@ from torch import nn
 
 from hookdrop.survey.drop_rates import ATTENTION, DROPS, RECURRENT, DropRate, active_rate, arrivals_of
 from hookdrop.survey.facts import Survey
-from hookdrop.survey.trace import Call, Node, Op, Trace
+from hookdrop.survey.trace import Call, Node, Op, Trace, record
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import map_leaves
@@ -53,8 +53,10 @@ def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
         if rate in known and rate not in arrivals.ops and not trace.calls_of.keys().isdisjoint(runners[rate]):
             raise _refused(survey.model, runners, runners[rate][0], f"{rate.attribute} has no effect in eval mode")
     drops = {op for rate in rates for op in arrivals.ops.get(rate, ())}
-    only_drop = _only_drop(survey.trace, names)
-    before = _steps(survey.trace, names, only_drop, set(), set())
+    # A mask whose values are known may be left out.
+    plain = survey.trace if fake == survey.is_fake else record(survey.model, survey.example.value, fake=fake)
+    only_drop = _only_drop(plain, names)
+    before = _steps(plain, names, only_drop, set(), set())
     after = _steps(trace, names, only_drop, drops, arrivals.scales)
     for old, new in zip_longest(before, after, fillvalue=(None, None, "")):
         if old[0] != new[0]:
