@@ -799,10 +799,59 @@ def _() -> None:
     print(hookdrop.find(model).step_count)
 
 
-@case("sampling of dropout that the model has")
+class Auxiliary(nn.Module):
+    """Returns another output in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.fc = 0.2, nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        y = nn.functional.dropout(self.fc(x), self.rate, self.training)
+        return (y, x.sigmoid()) if self.training else y
+
+
+class OwnLoss(nn.Dropout):
+    """Needs labels in training mode."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        if self.training and labels is None:
+            raise ValueError("labels are required")
+        return super().forward(x)
+
+
+@case("sampling of a module that does more than drop in training mode")
 def _() -> None:
-    drop = inject(nn.Sequential(nn.Dropout(0.1)), recipes.set_dropout(0.2), example_input=torch.ones(1))
-    drop.probe(torch.ones(1))
+    model = nn.Sequential(nn.Linear(8, 8), Auxiliary())
+    with inject(model, recipes.set_dropout(), example_input=torch.ones(2, 8)).sampling():
+        pass
+
+
+@case("sampling of a module that does not run in training mode")
+def _() -> None:
+    model = nn.Sequential(OwnLoss(0.1))
+    with warnings.catch_warnings(action="ignore"):  # the same reason
+        drop = inject(model, recipes.set_dropout(), example_input=torch.ones(2, 8))
+    with drop.sampling():
+        pass
+
+
+@case("sampling of the copied handle of a model without an example")
+def _() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Head(0.2))
+    drop = inject(model, recipes.set_dropout(), example_input=torch.ones(2, 8))
+    _twin, copied = copy.deepcopy((model, drop))
+    with copied.sampling():
+        pass
+
+
+class Head(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.rate, self.training)
 
 
 # --- recipes
