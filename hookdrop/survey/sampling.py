@@ -29,7 +29,7 @@ _MASKS = {"mul", "div", "where", "masked_fill"}
 
 
 def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
-    """Return the modules that have to be in training mode for these rates to be those of eval mode.
+    """Return the modules that have to be in training mode for the drops of these rates.
 
     Raises:
         InjectionError: their training mode does not suffice, or changes more than the drops.
@@ -51,7 +51,9 @@ def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
         )
     for rate in rates:
         if rate in known and rate not in arrivals.ops and not trace.calls_of.keys().isdisjoint(runners[rate]):
-            raise _refused(survey.model, runners, runners[rate][0], f"{rate.attribute} has no effect in eval mode")
+            raise _refused(
+                survey.model, runners, runners[rate][0], f"{rate.attribute} drops only if other modules train"
+            )
     drops = {op for rate in rates for op in arrivals.ops.get(rate, ())}
     # A mask whose values are known may be left out.
     plain = survey.trace if fake == survey.is_fake else record(survey.model, survey.example.value, fake=fake)
@@ -60,18 +62,25 @@ def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
     after = _steps(trace, names, only_drop, drops, arrivals.scales)
     for old, new in zip_longest(before, after, fillvalue=(None, None, "")):
         if old[0] != new[0]:
-            call = new[1] or old[1]
-            runner = next((one.name for one in call.around() if one.name in names), "") if call else ""
-            raise _refused(survey.model, runners, runner, f"it {new[2] or f'does not {old[2]}'}")
+            raise _refused(survey.model, runners, *_difference(old, new, names))
     return runners
+
+
+def _difference(old: Step, new: Step, names: Collection[str]) -> tuple[str, str]:
+    """Return the sampled module in which two forwards differ, and how."""
+    for (_, call, what), when in ((new, "in training mode"), (old, "in eval mode only")):
+        for one in call.around() if call else ():
+            if one.name in names:
+                return one.name, f"{when}, it {what}"
+    return "", "with its dropout in training mode, it calls other functions"
 
 
 def _refused(model: nn.Module, runners: Runners, name: str, what: str) -> InjectionError:
     kind = type(model.get_submodule(name)).__name__
-    held = some(sorted({rate.layer for rate, layers in runners.items() if name in layers}))
+    held = sorted({rate.layer for rate, layers in runners.items() if name in layers or not name})
     return InjectionError(
-        f"sampling(): {kind} ({name or 'the model'!r}) cannot be sampled: in training mode, {what}.\n"
-        f"  leave out its rates: inject(model, set_dropout(), exclude=[{held}])\n"
+        f"sampling(): {kind} ({name or 'the model'!r}) cannot be sampled: {what}.\n"
+        f"  leave out its rates: inject(model, set_dropout(), exclude=[{some(held)}])\n"
         "  and drop at its layers: inject(model, Dropout(p=...), layers=...)"
     )
 

@@ -92,6 +92,14 @@ class Renamed(Block):
         return [super().forward(x)] if self.training else super().forward(x)
 
 
+class Rounding(Block):
+    """As predictors of a length do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x if self.training else x.round()
+
+
 class Counting(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -161,13 +169,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "multi-head attention": lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.3, batch_first=True),
 }
 REFUSED: dict[str, tuple[type[nn.Module], str]] = {
-    "a batch norm": (Norm, "it calls batch_norm"),
-    "another output": (Auxiliary, "it calls sum"),
-    "another container": (Renamed, "it returns something else"),
-    "a counter": (Counting, "it calls add"),
-    "noise": (Jitter, "it calls mul"),
-    "a rate in the code": (Literal, r"it drops at a rate of 0\.25 that this injection does not have"),
-    "the flag of another module": (ByParent, "p has no effect in eval mode"),
+    "a batch norm": (Norm, "in training mode, it calls batch_norm"),
+    "another output": (Auxiliary, "in training mode, it calls sum"),
+    "another container": (Renamed, "in training mode, it returns something else"),
+    "a counter": (Counting, "in training mode, it calls add"),
+    "noise": (Jitter, "in training mode, it calls mul"),
+    "a rate in the code": (Literal, r"in training mode, it drops at a rate of 0\.25 that this injection does not have"),
+    "the flag of another module": (ByParent, "p drops only if other modules train"),
 }
 
 
@@ -381,7 +389,7 @@ class TestRefusals:
         own, before = inject(model, set_dropout(), example_input=X), footprint(model)
         where = r"\('1.inner'\)" if kind is ByParent else r"\('1'\)"
         with (
-            pytest.raises(InjectionError, match=rf"{where} cannot be sampled: in training mode, {what}"),
+            pytest.raises(InjectionError, match=rf"{where} cannot be sampled: {what}"),
             own.sampling(),
         ):
             pass
@@ -396,6 +404,12 @@ class TestRefusals:
         own = inject(model, set_dropout(p={"**.layerdrop": 0.5}), example_input=X)
         with pytest.raises(InjectionError, match=r"drops at a rate of 0\.3 that this injection does not have"):
             own.predict(X)
+
+    def test_step_of_eval_mode_that_training_mode_leaves_out_is_named(self) -> None:
+        model = nn.Sequential(Rounding(), nn.Linear(8, 8)).eval()
+        own = inject(model, set_dropout(), example_input=X)
+        with pytest.raises(InjectionError, match="in eval mode only, it calls round"), own.sampling():
+            pass
 
     @pytest.mark.filterwarnings("ignore:out of reach")
     def test_model_that_does_not_run_with_dropout_has_the_reason(self) -> None:
