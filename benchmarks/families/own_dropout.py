@@ -18,7 +18,7 @@ from families.layers import Run, float_tensors
 from hookdrop import InjectionError, LayerError
 from hookdrop.injection.sinks import AttributeSink, attribute_of
 from hookdrop.recipes import set_dropout
-from models.check import NotRunnable, require
+from models.check import NotRunnable, first_line, require
 from models.footprint import bit_equal, differences, fingerprint, footprint
 
 Record = dict[str, Any]
@@ -35,9 +35,9 @@ def check_own_dropout(model: nn.Module, runs: Sequence[Run]) -> Record:
     """
     model.eval()
     with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1 and 0 < weight.abs().max() < 1e-6:  # the vision model of BLIP-2
-                weight.normal_(std=0.05)
+        for weight in model.parameters():  # many start so small that their branch has no effect
+            if weight.dim() > 1 and weight.is_floating_point() and weight.numel():
+                weight.normal_(std=(weight.numel() / len(weight)) ** -0.5)
     found, refused, without = Counter[str](), list[str](), 0
     for run in runs:
         try:
@@ -65,7 +65,7 @@ def _check_run(model: nn.Module, run: Run) -> Counter[str]:
     try:
         require(bit_equal(_outputs(run, 0), base), "the output differs in eval mode")
         with own.sampling():
-            samples = [_outputs(run, seed) for seed in range(SAMPLES)]
+            samples = _samples(run)
             at_zero = _at_zero(own, run)
         _require_equal(injected, model, "sampling")
         require(bit_equal(at_zero, base), "with all rates at 0, a sample differs from eval mode")
@@ -73,16 +73,29 @@ def _check_run(model: nn.Module, run: Run) -> Counter[str]:
         with own.recording(last=0) as record, own.sampling():
             again = _outputs(run, 1)
         require(bit_equal(again, samples[1]), "recording changed a sample")
-        require(record.totals.calls, "recording saw no drop")
+        if not record.totals.calls:
+            raise LayerError("no drop runs with these inputs")
         if all(bit_equal(one, samples[0]) for one in samples[1:]):  # a quantizer rounds them
             require(record.totals.mean_ratio != 1.0, "sampling dropped nothing")
-            raise InjectionError("all samples are equal: the output does not depend on what was dropped")
+            raise NotRunnable("the output does not depend on what was dropped")
         require([(site.name, site.p) for site in own.sites] == rates, "sampling changed a rate")
     finally:
         own.remove()
     _require_equal(before, model, "remove")
     require(fingerprint(model) == weights, "sampling changed a parameter or buffer")
     return Counter("modules" if name in _drop_modules(run.module) else "functional" for name, _ in rates)
+
+
+def _samples(run: Run) -> list[list[Tensor]]:
+    try:
+        return [_outputs(run, seed) for seed in range(SAMPLES)]
+    except Exception as error:
+        run.module.train()
+        try:
+            [_outputs(run, seed) for seed in range(SAMPLES)]
+        except type(error):
+            raise NotRunnable(f"it fails in training mode: {first_line(error)}") from error
+        raise
 
 
 def _drop_modules(model: nn.Module) -> set[str]:

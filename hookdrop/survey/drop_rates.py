@@ -38,6 +38,8 @@ _FILLS = {"full", "full_like", "new_full"}
 _COMPARISONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 _RAISED = 1e-3
 """The value of a rate of 0 during the run, because a forward may skip a drop at 0."""
+_HARMLESS = 1e-9
+"""A rate at which nothing is dropped, and at which float32 does not show the scale."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def _marked(model: nn.Module, only: Collection[DropRate]) -> Iterator[Sources]:
             new: Any = None
             source = DropRate(layer, path + key)
             if source in only:
-                new = _RAISED * (1 + 1e-12 * (len(saved) + 1))
+                new = _HARMLESS + 1e-14 * (len(saved) + 1)
                 sources[new] = source, 0.0
             elif not only and type(value) is float and 0.0 <= value < 1.0:
                 new = (value or _RAISED) * (1 + 1e-12 * (len(saved) + 1))  # above, so that `int(value * size)` stays
