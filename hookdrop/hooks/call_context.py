@@ -112,7 +112,7 @@ def refuse_layout(regularizer: Regularizer, value: Any, x: Tensor) -> None:
     if isinstance(container_of(value, x), PackedSequence) and regularizer.axes.startswith("N"):
         raise ShapeError(
             "got a PackedSequence, whose rows are time steps of different samples.\n"
-            "  use Dropout(p=...), or hook a layer before pack_padded_sequence or after pad_packed_sequence."
+            f"  use {'slowness=0' if hasattr(regularizer, 'slowness') else 'Dropout(p=...)'}, or hook a layer before pack_padded_sequence or after pad_packed_sequence."
         )
     if any(placement.is_partial() for placement in getattr(x, "placements", ())) and not regularizer.in_backward:
         raise ShapeError(

@@ -75,6 +75,11 @@ def is_inside_autograd_function() -> bool:
     return _is_called_by(lambda code: code.co_varnames[:1] == ("ctx",))
 
 
+def is_inside_reentrant_checkpoint() -> bool:
+    """Whether the forward of a reentrant checkpoint is running. Its class has this name in every library."""
+    return _is_called_by(lambda code: code.co_qualname == "CheckpointFunction.forward")
+
+
 def _is_called_by(matches: Callable[[CodeType], bool]) -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not matches(frame.f_code):

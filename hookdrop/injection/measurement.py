@@ -226,6 +226,8 @@ def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) ->
             own = [hook for hook in hooks if hook.state is state]
             if not any(result.sites[result.labels[hook]].calls for hook in own):
                 notes.append(f"nothing was dropped: {why_idle(own[0])}")
+            elif all(hook.penalizes for hook in own):
+                notes.append(f"{state.name!r} adds terms to the loss, and changes no forward")
             elif all(hook.regularizer.in_backward for hook in own):
                 notes.append(f"{state.name!r} edits gradients in the backward pass, and changes no forward")
     result.note = "\n".join(notes)

@@ -204,7 +204,7 @@ def predict(
     one_of(activation, "activation", "predict", ("softmax", "sigmoid", None))
     if all(hook.regularizer.in_backward for hook in hooks):
         raise InjectionError(
-            "predict: the injection edits gradients only, so all samples would be equal.\n"
+            "predict: the injection leaves the forward unchanged, so all samples would be equal.\n"
             "  inject a regularizer that changes the forward, such as Dropout(p=0.1)"
         )
     found: list[Prediction] = []

@@ -22,12 +22,15 @@ from hookdrop.regularizers.gradients import (
 from hookdrop.regularizers.head_dropout import HeadDropout
 from hookdrop.regularizers.masksembles import Masksembles
 from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, NEFTune, ShakeDrop, UniformNoise
+from hookdrop.regularizers.penalties import ActivationPenalty
+from hookdrop.regularizers.penalties import Penalty as Penalty
 from hookdrop.regularizers.styles import DSU, MixStyle
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
 
 # To add a regularizer, import it above and list it here, and export its function in `hookdrop.functional`.
 __all__ = [
     "DSU",
+    "ActivationPenalty",
     "AlphaDropout",
     "ClampActivationGrad",
     "ClipActivationGrad",

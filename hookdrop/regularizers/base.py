@@ -112,7 +112,7 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     """Where the samples of the batch are in the tensor; None: each row of axis 0 is one."""
 
     only_at: str | None = None  #: `"output"` or `"input"` if it is only meaningful there. None: at both.
-    in_backward: ClassVar[bool] = False  #: Whether it edits only the gradient and leaves the forward output unchanged.
+    in_backward: ClassVar[bool] = False  #: Whether it leaves the forward output unchanged, and only affects gradients.
     axes: str = "..."  #: The axes of its tensors, such as `"N C H W"`. `"..."` stands for any number of axes.
     keeps_shape: bool = True  #: Whether the result has the shape of the input.
 
