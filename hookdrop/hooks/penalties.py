@@ -98,7 +98,8 @@ def collect_in_graph(hook: SiteHook, x: Tensor, rate: Tensor | None, context: Ma
 
 
 def _loss_term(hook: SiteHook, x: Tensor, rate: Any, context: Mapping[str, Any]) -> Tensor:
-    term = hook.regularizer.penalize(x, rate, **context)  # type: ignore[attr-defined]
+    penalty: Any = hook.regularizer
+    term = penalty.penalize(x, rate, **context)
     if not isinstance(term, Tensor) or term.dim():
         got = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
         raise ShapeError(f"penalize returned {got}, but a loss term is a 0-d tensor.\n  return its mean() or sum()")

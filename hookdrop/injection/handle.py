@@ -432,7 +432,7 @@ class Injection:
         self._check_not_removed("penalty()")
         if not self._loss_terms:
             raise InjectionError(
-                f"penalty(): {self.name or 'this model'!r} adds no term to the loss.\n"
+                f"penalty(): {repr(self.name) if self.name else 'this model'} adds no term to the loss.\n"
                 "  inject(model, ActivationPenalty(), layers=...)   or for all injections: find(model).penalty()"
             )
         return total([term for terms in self._loss_terms for term in terms.take()], self._require_model())

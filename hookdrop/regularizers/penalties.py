@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -141,8 +140,10 @@ class ActivationPenalty(Penalty):
 
     def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> ActivationPenalty:
         layer = module_at(model, name)
-        time_dim = int(layer.batch_first) if isinstance(layer, nn.RNNBase) else self.time_dim
-        if self.slowness and self.time_dim not in (time_dim, time_dim - 3):
+        if not (self.slowness and isinstance(layer, nn.RNNBase)):
+            return self
+        time_dim = int(layer.batch_first)
+        if self.time_dim not in (time_dim, time_dim - 3):
             order = "(N, T, C)" if time_dim else "(T, N, C)"
             raise LayerError(
                 f"ActivationPenalty at {name!r}: this {type(layer).__name__} has batch_first={layer.batch_first}, so "
@@ -169,4 +170,5 @@ class ActivationPenalty(Penalty):
 
     def penalize(self, x: Tensor, rate: Any) -> Tensor:
         term = activation_penalty(x, self.l2, self.slowness, self.time_dim)
-        return (term * rate).to(term.dtype)
+        scaled: Tensor = term * rate
+        return scaled.to(term.dtype)  # the product with a float64 tensor has its dtype

@@ -12,6 +12,7 @@ from torch import nn
 
 from hookdrop import (
     DSU,
+    ActivationPenalty,
     ClampActivationGrad,
     ClipActivationGrad,
     Cutout,
@@ -27,6 +28,7 @@ from hookdrop import (
     MixStyle,
     NEFTune,
     NoiseActivationGrad,
+    Penalty,
     Regularizer,
     ScaleActivationGrad,
     ShakeDrop,
@@ -64,6 +66,8 @@ class Case:
         """Apply the regularizer without a hook."""
         if isinstance(self.regularizer, LayerDrop):
             return self.regularizer(x, layer_input=torch.zeros_like(x))
+        if isinstance(self.regularizer, Penalty):  # no plain layer
+            return self.regularizer.regularize(x, 1.0)
         return self.regularizer(x)
 
     @property
@@ -127,6 +131,7 @@ _CASES = {
     "ClampActivationGrad": Case(ClampActivationGrad(max=0.1), derives=False),
     "ScaleActivationGrad": Case(ScaleActivationGrad(-0.5), derives=False),
     "NoiseActivationGrad": Case(NoiseActivationGrad(0.3), derives=False),
+    "ActivationPenalty": Case(ActivationPenalty(), (4, 6, 8), derives=False, draws=False),
     "torch.nn.Dropout2d": Case(nn.Dropout2d(0.3)),
 }
 _OTHERS = {name: cls for name, cls in REGULARIZERS.items() if name not in _CASES and cls is not DropBlock}
