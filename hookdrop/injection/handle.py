@@ -429,6 +429,7 @@ class Injection:
         Raises:
             InjectionError: no regularizer here adds a term, or the call is inside a compiled function.
         """
+        compiling.raise_if_tracing("penalty()")  # first, because the compiler cannot trace the properties below
         self._check_not_removed("penalty()")
         if not self._loss_terms:
             raise InjectionError(
