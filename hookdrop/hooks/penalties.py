@@ -67,7 +67,8 @@ def total(terms: list[Tensor], model: nn.Module) -> Tensor:
     if not terms:
         weights = [weight.device for weight in model.parameters()]
         return torch.zeros((), device=weights[-1] if weights else None)
-    moved = [term.to(terms[-1].device) for term in terms]
+    whole = [term.full_tensor() if hasattr(term, "full_tensor") else term for term in terms]  # a DTensor is a share
+    moved = [term.to(whole[-1].device) for term in whole]
     return sum(moved[1:], start=moved[0])
 
 

@@ -113,6 +113,13 @@ def test_dropped_layers_heads_and_subsets_need_no_find_unused_parameters(results
     assert {(True, True), (False, False)} & pairs
 
 
+def test_penalties_are_part_of_the_loss_of_each_rank(tmp_path: Path) -> None:
+    """The gradients are the mean over models without hooks, with the penalty by hand; also with sharded activations."""
+    for facts in run_program(tmp_path, "penalties", ranks=2):
+        assert len(facts) == 6
+        assert max(facts.values()) <= 1e-6
+
+
 def test_branches_are_skipped_on_all_ranks_together(results: Results) -> None:
     """With one seed per step, also if ranks have batches of different sizes and checkpoints recompute."""
     ranks = by_rank(results, "branches")
