@@ -79,10 +79,7 @@ class Penalty(Regularizer):
         ...         self.l1 = l1
         ...     def penalize(self, x, rate):
         ...         return rate * x.abs().mean()
-        >>> model = nn.Sequential(nn.Identity())
-        >>> drop = inject(model, Sparsity(l1=0.5), layers="0")
-        >>> _ = model(torch.tensor([[1.0, -3.0]]))
-        >>> drop.penalty()
+        >>> Sparsity().penalize(torch.tensor([[1.0, -3.0]]), rate=0.5)
         tensor(1.)
     """
 

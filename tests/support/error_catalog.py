@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import (
+    ActivationPenalty,
     ClipActivationGrad,
     DropBlock,
     Dropout,
@@ -700,6 +701,47 @@ case(
     "predicting with hooks that only edit gradients",
     lambda: inject(_model := mlp(), ClipActivationGrad(max_norm=1.0), layers="0").predict(torch.ones(2, 8)),
 )
+
+
+# --- penalties
+
+case("reading a penalty that there is not", lambda: handle().penalty())
+case("a penalty as a plain layer", lambda: ActivationPenalty()(torch.ones(2, 3, 4)))
+case(
+    "a penalty of an LSTM with the batch as time",
+    lambda: inject(nn.Sequential(nn.LSTM(4, 4)), ActivationPenalty(), layers="0"),
+)
+
+
+@case("a penalty of a tensor without time steps")
+def _() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    inject(model, ActivationPenalty(), layers="0")
+    model(torch.ones(2, 8))
+
+
+@case("a penalty in a reentrant checkpoint")
+def _() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    inject(model, ActivationPenalty(), layers="0")
+    checkpoint(model, torch.ones(2, 5, 8, requires_grad=True), use_reentrant=True)
+
+
+@case("a penalty that is never added to the loss")
+def _() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer, _drop = torch.optim.SGD(model.parameters(), 0.1), inject(model, ActivationPenalty(), layers="0")
+    for _ in range(25):
+        model(torch.ones(2, 5, 8)).mean().backward()
+        optimizer.step()
+
+
+@case("thousands of forwards with a penalty that is not read")
+def _() -> None:
+    model = nn.Sequential(nn.Identity())
+    inject(model, ActivationPenalty(), layers="0")
+    for _ in range(4100):
+        model(torch.ones(1, 1, 1))
 
 
 # --- saving
