@@ -163,7 +163,7 @@ class SiteHook(PlacedHook):
         state = rng_fingerprint(value[2] if self.at == "output" else value)
         collected = self._collect() if self.collected else {}
         self.state.live.checkpointed.note((self.site, module.training, state), rate, collected)
-        drops = module.training and rate is not None and not rate.neutral
+        drops = module.training and rate is not None and not rate.neutral and not self.penalizes
         if drops and not torch.is_grad_enabled() and "without gradients" not in self.state.warned_kinds:
             self._warn_without_gradients()
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import (
@@ -24,6 +25,7 @@ from hookdrop import (
     LinearSchedule,
     find,
     inject,
+    update_bn,
 )
 from hookdrop.hooks import penalties
 from tests.support.tensors import all_equal
@@ -171,6 +173,30 @@ def test_eval_mode_disabled_no_grad_and_rate_0_collect_nothing() -> None:
     drop.target_p = 0.0
     model(X)
     assert drop.penalty() == 0
+
+
+def test_a_trained_model_may_run_without_gradients_in_training_mode() -> None:
+    """Other regularizers warn that they drop there."""
+    model, drop = penalized()
+    train(model, 3, drop.penalty)
+    with torch.no_grad():
+        model(X)
+    update_bn([X], model)
+    assert drop.penalty() == 0
+
+
+def test_torch_func_differentiates_a_penalty_that_is_read_inside() -> None:
+    model, drop = penalized()
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, weights, (x,)).square().mean() + drop.penalty()
+
+    whole = torch.func.grad(loss)(weights, X)
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, X.unsqueeze(1))
+    for found, x in ((whole, X), ({name: grad[1] for name, grad in each.items()}, X[1:2])):
+        expected = gradients(model, lambda x=x: model(x).square().mean() + drop.penalty())
+        assert close(list(found.values()), expected)
 
 
 def test_probe_collects_nothing_and_says_what_a_penalty_does() -> None:
