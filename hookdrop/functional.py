@@ -7,6 +7,7 @@ and the same errors as the regularizer named in its docstring, which documents t
 serves all rates.
 """
 
+from hookdrop.regularizers.drop_key import drop_key
 from hookdrop.regularizers.drop_path import drop_path, layer_drop
 from hookdrop.regularizers.dropblock import cutout, drop_block
 from hookdrop.regularizers.dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d, feature_alpha_dropout
@@ -28,6 +29,7 @@ __all__ = [
     "clip_activation_grad",
     "cutout",
     "drop_block",
+    "drop_key",
     "drop_path",
     "dropout",
     "dropout1d",

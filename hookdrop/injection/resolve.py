@@ -140,10 +140,10 @@ def _site(
 ) -> PlannedSite:
     """Return the site of one layer. Some regularizers have only one place, and read settings from the model."""
     if regularizer is not None:
-        if at == "input" and regularizer.only_at == "output":
+        if at == "input" and regularizer.only_at not in (None, "input"):
             raise InjectionError(
-                f"inject: {regularizer.title} acts on the output of a layer, got at={at!r}.\n"
-                "  remove at=, and hook the layer before"
+                f"inject: {regularizer.title} acts on the {regularizer.only_at} of a layer, got at={at!r}.\n"
+                f"  remove at={', and hook the layer before' * (regularizer.only_at == 'output')}"
             )
         at = regularizer.only_at or at
         regularizer = regularizer.for_layer(root, layer.name, at, survey)
@@ -225,6 +225,8 @@ def rate_factors(layers: list[Layer], p_scale: PScale) -> list[float]:
         if count == 1:
             raise ValueError("p_scale='depth_from_zero' gives the only site the factor 0; use 'depth' or omit p_scale.")
         return [index / (count - 1) for index in range(count)]
+    if p_scale == "depth_reversed":
+        return [(count - index) / count for index in range(count)]
     if not isinstance(p_scale, Mapping):
         return [cast(Any, p_scale)(layer.name, index, count) for index, layer in enumerate(layers)]
     found = values_by_entry(layers, p_scale, "p_scale", "selected layers")

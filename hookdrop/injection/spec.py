@@ -30,7 +30,7 @@ from hookdrop.utils.validation import one_of
 Source: TypeAlias = Regularizer | nn.Module | Callable[[Tensor], Tensor] | str
 Regularizers: TypeAlias = Source | Mapping[Any, Source] | Recipe
 PScale: TypeAlias = str | Mapping[Any, float] | Callable[[str, int, int], float]
-P_SCALES = (None, "equal", "depth", "depth_from_zero")
+P_SCALES = (None, "equal", "depth", "depth_from_zero", "depth_reversed")
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class InjectionSpec:
         if not (scale in P_SCALES if isinstance(scale, str | None) else isinstance(scale, Mapping) or callable(scale)):
             hint = "\n  one factor for all sites? multiply p by it." if isinstance(scale, int | float) else ""
             raise ValueError(
-                f"p_scale must be 'depth', 'depth_from_zero', 'equal', a mapping of patterns to factors, or a function "
-                f"of (name, index, count), got {scale!r}.{hint}"
+                f"p_scale must be 'depth', 'depth_from_zero', 'depth_reversed', 'equal', a mapping of patterns to "
+                f"factors, or a function of (name, index, count), got {scale!r}.{hint}"
             )
         for entries in ("layers", "exclude"):
             if isinstance(getattr(self, entries), Iterator):  # can be read only once

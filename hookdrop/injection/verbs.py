@@ -17,6 +17,7 @@ from hookdrop.hooks import compiling
 from hookdrop.hooks.branch_hooks import SkipHook, SubsetHook
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hidden_modules, hooks_removed
+from hookdrop.hooks.score_hooks import ScoreHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import rates
 from hookdrop.injection.handle import Injection, find
@@ -79,7 +80,7 @@ def inject(
         schedule: how the rate changes with optimizer steps, also as a string; None keeps it constant.
         total_steps: optimizer steps of the training, for a schedule with fractions of it: `LinearSchedule(steps=1.0)`.
         p_scale: a factor for the rate of each site, or of each block of a recipe: `"depth"` (l / L),
-            `"depth_from_zero"` (0 to 1), `"equal"` (1), a mapping from patterns to factors, or a function of (name,
+            `"depth_from_zero"` (0 to 1), `"depth_reversed"` (1 to 1 / L), `"equal"` (1), a mapping from patterns to factors, or a function of (name,
             index, count). None is 1, or the recipe's own choice.
         name: the injection's name; None uses the name of the recipe, or the regularizer's class name in lower case.
         on_existing: what to do if a site already has an injection: `"error"`, `"replace"`, or `"stack"`.
@@ -250,6 +251,8 @@ def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSi
     settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
     if site.at == "skip":
         return SkipHook(*settings, site.branch)
+    if site.at == "scores":
+        return ScoreHook(*settings)
     if "rows" in site.regularizer.needs:
         return SubsetHook(*settings, "input")
     return SiteHook(*settings, site.at)

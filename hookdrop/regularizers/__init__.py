@@ -10,6 +10,7 @@ from hookdrop.regularizers.base import at_rate as at_rate
 from hookdrop.regularizers.base import drops_elements as drops_elements
 from hookdrop.regularizers.base import rate_of as rate_of
 from hookdrop.regularizers.base import rows_alone as rows_alone
+from hookdrop.regularizers.drop_key import DropKey
 from hookdrop.regularizers.drop_path import DropPath, LayerDrop
 from hookdrop.regularizers.dropblock import Cutout, DropBlock
 from hookdrop.regularizers.dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout
@@ -33,6 +34,7 @@ __all__ = [
     "ClipActivationGrad",
     "Cutout",
     "DropBlock",
+    "DropKey",
     "DropPath",
     "Dropout",
     "Dropout1d",

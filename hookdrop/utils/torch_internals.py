@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -126,6 +127,29 @@ def vmap_randomness() -> tuple[str, ...]:
 
     levels = retrieve_all_functorch_interpreters()
     return tuple(level.randomness() for level in levels if isinstance(level, VmapInterpreter))
+
+
+# Function modes:
+
+
+def opened(function: Any) -> Any:
+    """Return a copy of a function of `torch.nn.functional` that shows its operations to the active mode.
+
+    The function itself would only show itself, again and again.
+    """
+    names = {**vars(sys.modules[function.__module__]), "has_torch_function": lambda tensors: False}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def remove_function_mode(mode: Any) -> None:
+    """Remove a mode of this thread, also from below others."""
+    above = []
+    while _C._len_torch_function_stack() and (top := _C._pop_torch_function_stack()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _C._push_on_torch_function_stack(other)
 
 
 # --- the backward pass

@@ -1,0 +1,86 @@
+"""DropKey: dropping keys of attention before the softmax."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from hookdrop.kernels import custom_ops, drawing
+from hookdrop.regularizers.base import BELOW_1, DropRegularizer, Rate
+from hookdrop.utils import torch_internals as internals
+
+_MASKED = 100.0
+"""A score that is lower than the largest of its row by this has the weight 0 in float32: it is masked."""
+
+
+def drop_key(scores: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+    """Set scores of attention (..., L, S) to -inf with probability `p`, in [0, 1): see `DropKey`."""
+    p = BELOW_1.argument(p, scores, "drop_key", DropKey.axes)
+    if not training or scores.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
+        return scores
+    left = torch.where(_draw(scores, p), -math.inf, scores)
+    # Masked keys may have a finite score, such as the lowest number or -10,000. If only they are left, or if there are
+    # no others, the row stays as it is: a causal model must not look at later tokens.
+    most = _without_repeats(scores.detach()).amax(-1, keepdim=True)
+    lowest = torch.finfo(scores.dtype).min / 2
+    spared = left.detach().amax(-1, keepdim=True) <= (most - _MASKED).clamp(min=lowest)
+    if _has_values(scores) and not spared.any():
+        return left
+    return torch.where(spared, scores, left)
+
+
+def _without_repeats(x: Tensor) -> Tensor:
+    """Return an expanded tensor, such as a mask for all samples, without its repetitions."""
+    return x[tuple([slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()])] if _has_values(x) else x
+
+
+def _has_values(x: Tensor) -> bool:
+    """Whether a value can be read without waiting for an accelerator, or for other members of a transform."""
+    return not is_compiling() and internals.functorch_stack() is None and not drawing.must_avoid_sync(x)
+
+
+def _draw(x: Tensor, p: float | Tensor) -> Tensor:
+    if isinstance(p, Tensor):
+        return custom_ops.draw_elements(x, p)
+    if type(x) in internals.PLAIN_TYPES and internals.functorch_stack() is None:
+        return drawing.draw_elements(x, p)[0]
+    return torch.rand_like(x, dtype=torch.float32) < p
+
+
+class DropKey(DropRegularizer):
+    """Drop keys of attention with probability `p`: set their scores to -inf before the softmax.
+
+    Each sample, head and query has its own draw. The softmax renormalizes, so that the weights of the other keys sum to
+    1, and nothing is scaled. A query whose keys would all be dropped keeps them all. Masked keys stay masked.
+
+    Hook a module that computes attention (`attn`, `self_attn`, ...): every softmax over the last axis and every
+    `scaled_dot_product_attention` inside its call is regularized. Other kernels hide the scores, and raise an error.
+
+    Args:
+        p: probability of dropping a key, in [0, 1).
+        keep_prob: 1 - p, instead of `p`.
+
+    Shape: scores (..., L, S) of L queries and S keys.
+
+    Raises:
+        InjectionError: a call of the module computes no scores, or computes them inside an activation checkpoint.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> DropKey(p=0.5)(torch.zeros(2, 4)).softmax(-1)
+
+    Reference: Li et al. 2022, "DropKey", arXiv:2208.02646, equation 3 and algorithm 1.
+    """
+
+    rate: ClassVar[Rate] = BELOW_1
+    axes = "... L S"
+    only_at = "scores"
+    independent_samples = True
+    regularize = staticmethod(drop_key)
+
+    def reading(self, shape: Any) -> str:
+        return f"L={shape[-2]} S={shape[-1]}"
