@@ -29,6 +29,8 @@ from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.torch_internals import opened, remove_function_mode
 
 _ATTENTION = F.scaled_dot_product_attention
+_HIDING = F.multi_head_attention_forward
+_SHOWING = opened(_HIDING)
 _SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax)
 
 
@@ -126,9 +128,9 @@ class ScoreMode(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if function in _SOFTMAX and not self.is_over():
             return self._softmax(function, *args, **kwargs)
-        if function is F.multi_head_attention_forward and not self.is_over():
+        if function is _HIDING and not self.is_over():
             with self:
-                return opened(function)(*args, **kwargs)
+                return _SHOWING(*args, **kwargs)
         return function(*args, **kwargs)
 
     def _softmax(self, function: Any, input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -36,7 +36,7 @@ class PlannedSite:
     regularizer: Regularizer | None
     """Shared by all sites of an entry; each hook gets a copy."""
     at: str = "output"
-    """`"output"` or `"input"` of the layer, or the identity `"skip"` around its residual branch."""
+    """`"output"` or `"input"` of the layer, its attention `"scores"`, or the identity `"skip"` around its branch."""
     p_scale: float = 1.0
     branch: str = ""
     """For a skip: the name of the branch's first layer, relative to this layer."""

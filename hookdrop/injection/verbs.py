@@ -17,7 +17,6 @@ from hookdrop.hooks import compiling
 from hookdrop.hooks.branch_hooks import SkipHook, SubsetHook
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hidden_modules, hooks_removed
-from hookdrop.hooks.score_hooks import ScoreHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import rates
 from hookdrop.injection.handle import Injection, find
@@ -252,6 +251,8 @@ def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSi
     if site.at == "skip":
         return SkipHook(*settings, site.branch)
     if site.at == "scores":
+        from hookdrop.hooks.score_hooks import ScoreHook  # only DropKey needs it
+
         return ScoreHook(*settings)
     if "rows" in site.regularizer.needs:
         return SubsetHook(*settings, "input")

@@ -111,7 +111,10 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     samples: SamplePlace | None = None
     """Where the samples of the batch are in the tensor; None: each row of axis 0 is one."""
 
-    only_at: str | None = None  #: `"output"` or `"input"` if it is only meaningful there. None: at both.
+    only_at: str | None = None
+    """`"output"`, `"input"` or the attention `"scores"` inside a layer, if it is only meaningful there. None: at the
+    first two. Fused attention shows a mask that is added to the scores instead of the scores."""
+
     in_backward: ClassVar[bool] = False  #: Whether it edits only the gradient and leaves the forward output unchanged.
     axes: str = "..."  #: The axes of its tensors, such as `"N C H W"`. `"..."` stands for any number of axes.
     keeps_shape: bool = True  #: Whether the result has the shape of the input.

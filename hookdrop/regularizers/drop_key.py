@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.kernels import custom_ops, drawing
-from hookdrop.regularizers.base import BELOW_1, DropRegularizer, Rate
+from hookdrop.regularizers.base import BELOW_1, DropRegularizer, Rate, Regularizer
 from hookdrop.utils import torch_internals as internals
+from hookdrop.utils.errors import LayerError
+from hookdrop.utils.tables import some
 
 _MASKED = 100.0
 """A score that is lower than the largest of its row by this has the weight 0 in float32: it is masked."""
@@ -82,5 +85,11 @@ class DropKey(DropRegularizer):
     independent_samples = True
     regularize = staticmethod(drop_key)
 
-    def reading(self, shape: Any) -> str:
+    def for_layer(self, model: nn.Module, name: str, at: str = "scores", survey: Any = None) -> Regularizer:
+        if survey is not None and name in survey.layers and survey.scores_in(name) is None:
+            others = f"\n  layers that do: {some([*survey.scores])}" if survey.scores else ""
+            raise LayerError(f"DropKey at {name!r}: it computes no attention that a hook can see.{others}")
+        return self
+
+    def reading(self, shape: Sequence[int]) -> str:
         return f"L={shape[-2]} S={shape[-1]}"

@@ -63,17 +63,44 @@ def find_heads(trace: Trace) -> dict[str, Heads | str]:
 
 def attention_cores(trace: Trace) -> Iterator[Op]:
     """Yield the operations that multiply attention by the values."""
-    weights: set[Node] = set()
+    return (core for core, _ in _cores(trace))
+
+
+def _cores(trace: Trace) -> Iterator[tuple[Op, Op]]:
+    """Yield these operations, each with the softmax before it, or itself if it contains the softmax."""
+    weights: dict[Node, Op] = {}
     for op in trace.ops:
+        softmax = next((weights[node] for node in op.inputs if node in weights), None)
         if op.name == _FUSED:
-            yield op
+            yield op, op
         elif op.name == "softmax":
-            weights.update(op.outputs)
-        elif not weights.isdisjoint(op.inputs):
+            weights.update(dict.fromkeys(op.outputs, op))
+        elif softmax is not None:
             if op.name in _PRODUCTS and not _has_weight(op):
-                yield op
+                yield op, softmax
             else:
-                weights.update(op.outputs)
+                weights.update(dict.fromkeys(op.outputs, softmax))
+
+
+def find_scores(trace: Trace) -> dict[str, list[tuple[int, ...]]]:
+    """Return the innermost modules that compute attention, each with the shapes (..., L, S) of its scores.
+
+    A function that hides its operations shows no shapes. A softmax over another axis than the last has no scores.
+    """
+    found: dict[str, list[tuple[int, ...]]] = {}
+    pairs = [*_cores(trace), *((op, op) for op in trace.ops if op.name in HIDDEN)]
+    for core, softmax in sorted(pairs, key=lambda pair: pair[0].index):
+        if core is not softmax and softmax.argument(1, "dim") not in (-1, len(softmax.inputs[0].shape) - 1):
+            continue
+        around = core.call.around() if core.call else ()
+        name = next((call.name for call in around if call.start < softmax.index), "")
+        shapes = found.setdefault(name, [])
+        if core.name == _FUSED:
+            query, key = (core.argument(index, name).shape for index, name in enumerate(("query", "key")))
+            shapes.append((*query[:-1], key[-2]))
+        elif core is not softmax:
+            shapes.append(softmax.inputs[0].shape)
+    return found
 
 
 def _has_weight(op: Op) -> bool:

@@ -137,7 +137,9 @@ def opened(function: Any) -> Any:
 
     The function itself would only show itself, again and again.
     """
-    names = {**vars(sys.modules[function.__module__]), "has_torch_function": lambda tensors: False}
+    # Without the name of a module, the compiler looks up the names here, and not in the module.
+    names = {name: value for name, value in vars(sys.modules[function.__module__]).items() if name != "__name__"}
+    names["has_torch_function"] = lambda tensors: False
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
