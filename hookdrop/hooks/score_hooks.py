@@ -21,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 
 from hookdrop.hooks.call_context import CallValue
 from hookdrop.hooks.checkpointing import running_checkpoint
+from hookdrop.hooks.compiling import GraphBreak
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.errors import InjectionError, ShapeError
 from hookdrop.utils.tensor_tree import TensorKey
-from hookdrop.utils.torch_internals import opened, remove_function_mode
+from hookdrop.utils.torch_internals import opened, remove_function_mode, skip_frames_of, when_compiler_is_imported
 
 _ATTENTION = F.scaled_dot_product_attention
 _HIDING = F.multi_head_attention_forward
@@ -54,14 +55,19 @@ class ScoreHook(SiteHook):
         super().place(module)
         self.accompany(module.register_forward_hook, ScoreHook.end_call, always_call=True, prepend=True)
 
-    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        if self.calls.stack and not is_compiling():
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        if is_compiling():
+            self._begin(None, module, args, *rest)
+        else:
+            _BEGIN.call(self, sys._getframe(1), module, args, *rest)
+
+    def _begin(self, frame: FrameType | None, module: nn.Module, args: Any, *rest: Any) -> None:
+        if frame is not None:
             self._remove_interrupted()
         self.calls.start(None)
         super().__call__(module, args, *rest)
-        mode: ScoreMode | None = self.calls.value
-        if mode is not None:
-            mode.start(None if is_compiling() else sys._getframe(1))
+        if self.calls.value is not None:
+            self.calls.value.start(frame)
 
     def edit(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to all scores of this call, later."""
@@ -74,19 +80,23 @@ class ScoreHook(SiteHook):
 
     def end_call(self, module: nn.Module, args: Any, output: Any) -> None:
         mode: ScoreMode | None = self.calls.end()
-        if mode is not None:
-            mode.stop()
-            if mode.unseen and output is not None:  # None after an error
-                raise InjectionError(
-                    f"{self.where}: this call of the layer computed no scores that a hook can see.\n"
-                    "  flash and flex kernels hide them: build the model with attn_implementation=\"sdpa\" "
-                    "(transformers), or call F.scaled_dot_product_attention\n"
-                    "  find the layers with attention: hookdrop.plan(model, recipes.drop_key(p=...), example_input=x)"
-                )
+        if mode is None:
+            return
+        if mode.frame is None:
+            mode.__exit__(None, None, None)
+        else:
+            _STOP.call(mode)
+        if mode.unseen and output is not None:  # None after an error
+            raise InjectionError(
+                f"{self.where}: this call of the layer computed no scores that a hook can see.\n"
+                '  flash and flex kernels hide them: build the model with attn_implementation="sdpa" '
+                "(transformers), or call F.scaled_dot_product_attention\n"
+                "  find the layers with attention: hookdrop.plan(model, recipes.drop_key(p=...), example_input=x)"
+            )
 
     def _remove_interrupted(self) -> None:
         """Remove the modes of calls that ended by a KeyboardInterrupt, after which PyTorch runs no hooks."""
-        for mode in [mode for mode in self.calls.stack if mode is not None and mode.is_over()]:
+        for mode in [mode for mode in self.calls.stack if mode is not None and mode.is_over]:
             self.calls.stack.remove(mode)
             mode.stop()
 
@@ -100,45 +110,64 @@ class ScoreMode(TorchFunctionMode):
         self.functions: list[Callable[[Tensor], Tensor]] = []
         self.unseen = True
         self.frame: FrameType | None = None
+        """What runs the module, in eager code."""
 
     def start(self, frame: FrameType | None) -> None:
-        self.frame = frame  # that runs the module, by which `is_over` knows whether it still does
-        self.checkpoint = None if is_compiling() else running_checkpoint()
+        self.frame = frame
+        if frame is not None:
+            self.checkpoint = running_checkpoint()
         self.__enter__()
 
     def stop(self) -> None:
-        self.frame = None
-        if is_compiling():
-            self.__exit__(None, None, None)
-        else:
-            remove_function_mode(self)
+        self.functions.clear()
+        remove_function_mode(self)
 
+    @property
     def is_over(self) -> bool:
-        """Whether the call has ended. If so, its local variables are freed."""
+        """Whether the call in eager code has ended. If so, its local variables are freed."""
         try:
             if self.frame is not None:
                 self.frame.clear()
-        except RuntimeError:  # the frame is running
+        except RuntimeError:  # it is running
             return False
-        return self.frame is not None
+        return True
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is _ATTENTION and not self.is_over():
-            return self._attention(*args, **kwargs)
-        if function in _SOFTMAX and not self.is_over():
-            return self._softmax(function, *args, **kwargs)
-        if function is _HIDING and not self.is_over():
+        if function is not _ATTENTION and function is not _HIDING and function not in _SOFTMAX:
+            return function(*args, **kwargs)
+        if self.frame is not None:
+            return _EAGER.call(self, function, args, kwargs)
+        if not is_compiling():
+            raise InjectionError(
+                f"{self.where}: the compiled code of the layer breaks the graph before it computes the scores.\n"
+                "  compile with fullgraph=True to see where, or leave the layer uncompiled: torch.compiler.disable"
+            )
+        return self._call(function, args, kwargs)
+
+    def _call_in_eager(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if self.is_over:
+            return function(*args, **kwargs)
+        if function is not _HIDING and self.checkpoint != running_checkpoint():
+            raise InjectionError(
+                f"{self.where}: a checkpoint inside the layer computes the scores, and would recompute them without "
+                "the regularizer.\n  checkpoint the whole layer, or hook a layer inside the checkpoint."
+            )
+        return self._call(function, args, kwargs)
+
+    def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if function is _HIDING:
             with self:
                 return _SHOWING(*args, **kwargs)
-        return function(*args, **kwargs)
+        if function is _ATTENTION:
+            return self._attend(*args, **kwargs)
+        return self._normalize(function, *args, **kwargs)
 
-    def _softmax(self, function: Any, input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    def _normalize(self, function: Any, input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Any:
         is_last = input.dim() > 1 and dim in (-1, input.dim() - 1)
-        y: Tensor = function(self._regularized(input) if is_last else input, dim, *args, **kwargs)
-        return y
+        return function(self._regularized(input) if is_last else input, dim, *args, **kwargs)
 
-    def _attention(
+    def _attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -157,14 +186,16 @@ class ScoreMode(TorchFunctionMode):
 
     def _regularized(self, scores: Tensor) -> Tensor:
         self.unseen = False
-        if not is_compiling() and self.checkpoint != running_checkpoint():
-            raise InjectionError(
-                f"{self.where}: a checkpoint inside the layer computes the scores, and would recompute them without "
-                "the regularizer.\n  checkpoint the whole layer, or hook a layer inside the checkpoint."
-            )
         for function in self.functions:
             scores = function(scores)
         return scores
+
+
+_REASON = "DropKey sees the scores of a layer that runs uncompiled."
+_BEGIN, _STOP = GraphBreak(ScoreHook._begin, _REASON), GraphBreak(ScoreMode.stop, _REASON)
+_EAGER = GraphBreak(ScoreMode._call_in_eager, _REASON)
+# Inside a graph, this is part of it. Outside, compiling it alone would lose the frame of the call.
+when_compiler_is_imported(lambda: skip_frames_of(ScoreHook.__call__))
 
 
 def additive_mask(
