@@ -25,7 +25,14 @@ def drop_key(scores: Tensor, p: float | Tensor, training: bool = True) -> Tensor
     p = BELOW_1.argument(p, scores, "drop_key", DropKey.axes)
     if not training or scores.numel() == 0 or (not isinstance(p, Tensor) and p == 0.0):
         return scores
-    left = torch.where(_draw(scores, p), -math.inf, scores)
+    if type(scores) not in internals.PLAIN_TYPES and internals.wraps_results(scores):
+        return internals.on_plain_tensor(_drop_key, scores, p)
+    return _drop_key(scores, p)
+
+
+def _drop_key(scores: Tensor, p: float | Tensor) -> Tensor:
+    dropped = _draw(scores, p)
+    left = torch.where(dropped, -math.inf, scores)
     # Masked keys may have a finite score, such as the lowest number or -10,000. If only they are left, or if there are
     # no others, the row stays as it is: a causal model must not look at later tokens.
     most = _without_repeats(scores.detach()).amax(-1, keepdim=True)
@@ -33,7 +40,7 @@ def drop_key(scores: Tensor, p: float | Tensor, training: bool = True) -> Tensor
     spared = left.detach().amax(-1, keepdim=True) <= (most - _MASKED).clamp(min=lowest)
     if _has_values(scores) and not spared.any():
         return left
-    return torch.where(spared, scores, left)
+    return torch.where(dropped & ~spared, -math.inf, scores)
 
 
 def _without_repeats(x: Tensor) -> Tensor:

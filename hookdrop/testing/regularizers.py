@@ -131,12 +131,19 @@ class _Interrupted(TorchFunctionMode):
         return operation(*args, **(kwargs or {}))
 
 
+class _Attention(nn.LayerNorm):
+    """Takes its result for scores of attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(-1)
+
+
 class _Model(nn.Module):
     """A model with one layer to hook."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, at: str | None = None) -> None:
         super().__init__()
-        self.layer = nn.LayerNorm(x.shape[1:])
+        self.layer = (_Attention if at == "scores" else nn.LayerNorm)(x.shape[1:])
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return torch.tanh(self.layer(x))
@@ -156,9 +163,13 @@ class RegularizerChecks:
         self._alone, self._compiles = rows_alone(regularizer) == 1, not regularizer.graph_break
 
     def __call__(self, x: Tensor, rate: float | None = None, one: Regularizer | None = None) -> Tensor:
-        """Regularize as a hook does, by default at the rate that the regularizer was given with."""
+        """Regularize as a hook does, by default at the rate that the regularizer was given with.
+
+        Scores of -inf, which have no difference and no mean, count as 0: after the softmax, they are.
+        """
         one = one or self._one
-        return one.regularize(x, self._rate if rate is None else rate, **self._context(x))
+        y: Tensor = one.regularize(x, self._rate if rate is None else rate, **self._context(x))
+        return torch.where(y.isneginf(), 0.0, y) if one.only_at == "scores" else y
 
     def _context(self, x: Tensor) -> dict[str, Any]:
         """What the regularizer needs besides its tensor."""
@@ -191,7 +202,7 @@ class RegularizerChecks:
         return torch.tensor(rows, dtype=torch.float64)
 
     def _hooked(self, given: Any = None) -> tuple[_Model, Injection]:
-        model = _Model(self._x)
+        model = _Model(self._x, self._one.only_at)
         return model, inject(model, given or InjectionSpec(self._one, layers="layer"))
 
     def _step(self, model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
@@ -263,7 +274,7 @@ class RegularizerChecks:
         model, drop = self._hooked()
         self._step(model)
         drop.remove()
-        exactly(self._step(model), self._step(_Model(self._x)))
+        exactly(self._step(model), self._step(_Model(self._x, self._one.only_at)))
         tables = [table for part in model.modules() for name, table in vars(part).items() if "hooks" in name]
         assert not any(tables), "hooks are left"
 

@@ -16,6 +16,7 @@ from hookdrop import (
     ClipActivationGrad,
     Cutout,
     DropBlock,
+    DropKey,
     Dropout,
     Dropout1d,
     Dropout3d,
@@ -47,6 +48,20 @@ class Affine(nn.Module):
         return x * self.weight + self.bias
 
 
+class Softmax(nn.Module):
+    """Takes its input for scores of attention. The result may be changed in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.softmax(-1) * 1.0
+
+
+class Attention(Affine):
+    """Takes its result for scores of attention."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).softmax(-1)
+
+
 @dataclass(frozen=True)
 class Case:
     """A regularizer and an input shape that it supports."""
@@ -70,6 +85,16 @@ class Case:
     def in_backward(self) -> bool:
         """Whether it edits only gradients, so that its output equals its input."""
         return getattr(self.regularizer, "in_backward", False)
+
+    @property
+    def acts_on_scores(self) -> bool:
+        """Whether it has an effect only inside a layer that computes attention."""
+        return getattr(self.regularizer, "only_at", None) == "scores"
+
+    @property
+    def layer(self) -> nn.Module:
+        """A layer without weights to hook."""
+        return Softmax() if self.acts_on_scores else nn.Identity()
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -96,8 +121,8 @@ class Case:
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Sequential:
         """A model without hooks. The tests hook "0" and "2"."""
-        inner = self.shape[1:]
-        return nn.Sequential(Affine(inner, dtype), nn.Tanh(), Affine(inner, dtype), nn.Sigmoid())
+        inner, layer = self.shape[1:], Attention if self.acts_on_scores else Affine
+        return nn.Sequential(layer(inner, dtype), nn.Tanh(), layer(inner, dtype), nn.Sigmoid())
 
 
 SITES = ["0", "2"]
@@ -155,6 +180,7 @@ _OWN_GRADIENT = "parts of it are constants for the gradient"
 LACKS: dict[str, dict[str, str]] = {
     "AlphaDropout": {"mean_is_kept": "only a mean of 0"},
     "FeatureAlphaDropout": {"mean_is_kept": "only a mean of 0"},
+    "DropKey": {"mean_is_kept": "the softmax rescales"},
     "DropPath (unscaled)": {"mean_is_kept": "scale=False"},
     "HeadDropout": {"p_means_p": "one head is always kept"},
     "DropPath (subset)": {"p_means_p": "the number of samples that it keeps is fixed, and at least 1"},

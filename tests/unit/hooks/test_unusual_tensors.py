@@ -17,12 +17,13 @@ ALL = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 
 
 def at_each_place(some: dict[str, Case]) -> pytest.MarkDecorator:
-    pairs = {f"{name}-{at}": (case, at) for name, case in some.items() for at in case.places}
+    outside = {name: case for name, case in some.items() if not case.acts_on_scores}
+    pairs = {f"{name}-{at}": (case, at) for name, case in outside.items() for at in case.places}
     return pytest.mark.parametrize(("case", "at"), pairs.values(), ids=pairs)
 
 
 def hooked(regularizer: nn.Module) -> nn.Sequential:
-    model = nn.Sequential(nn.Identity())
+    model = nn.Sequential(Case(regularizer).layer)
     inject(model, regularizer, layers="0")
     return model
 

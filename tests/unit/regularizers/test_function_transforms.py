@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
 
-from hookdrop import DropBlock, Dropout, HeadDropout, InjectionError, LinearSchedule, find, inject
+from hookdrop import DropBlock, DropKey, Dropout, HeadDropout, InjectionError, LinearSchedule, find, inject
 from hookdrop.functional import drop_path, dropout2d
 from hookdrop.regularizers import REGULARIZERS
 from tests.support.regularizers import DRAWING, EVERY, REPRESENTATIVE, SINGLE_SAMPLE, SITES, Affine, Case
@@ -86,8 +86,8 @@ def test_per_sample_gradients_share_a_mask_only_with_randomness_same(case: Case)
 
 @cases(DRAWING)
 def test_ensemble_raises_with_randomness_error(case: Case) -> None:
-    base = nn.Sequential(Affine(case.shape[1:]))
-    inject(base, case.regularizer, layers="0", at=case.places[-1])
+    base = nn.Sequential(case.layer if case.acts_on_scores else Affine(case.shape[1:]))
+    inject(base, case.regularizer, layers="0", at="output" if case.acts_on_scores else case.places[-1])
     with pytest.raises(RuntimeError, match="draws random numbers, which torch.func.vmap does not allow"):
         vmap(lambda factor: factor * base(torch.ones(case.shape)))(torch.ones(3))
 
@@ -219,7 +219,8 @@ def test_model_of_fake_tensors(case: Case) -> None:
     """Built, hooked and run without values, as for a memory estimate."""
     with FakeTensorMode():
         model, x = case.model(), case.input()
-        example = None if isinstance(case.regularizer, HeadDropout) else x  # these layers have no heads
+        # These layers have no heads, and no product after the softmax.
+        example = None if isinstance(case.regularizer, HeadDropout | DropKey) else x
         inject(model, case.regularizer, layers=SITES, example_input=example)
         y = model(x)
         y.sum().backward()
@@ -285,7 +286,7 @@ def with_meta(x: torch.Tensor) -> MetaTensor:
 @pytest.mark.parametrize("shared", [True, False])
 def test_tensor_subclass_is_kept_and_allows_inplace_operations(case: Case, shared: bool) -> None:
     """Bitwise equal to a plain tensor with the same seed: output and gradient, also after `relu_`."""
-    model = nn.Sequential(nn.Identity())
+    model = nn.Sequential(case.layer)
     inject(model, case.regularizer, layers="0")
     plain = case.input()
     results = []
