@@ -38,9 +38,12 @@ def _drop_key(scores: Tensor, p: float | Tensor) -> Tensor:
     most = _without_repeats(scores.detach()).amax(-1, keepdim=True)
     lowest = torch.finfo(scores.dtype).min / 2
     spared = left.detach().amax(-1, keepdim=True) <= (most - _MASKED).clamp(min=lowest)
-    if _has_values(scores) and not spared.any():
-        return left
-    return torch.where(dropped & ~spared, -math.inf, scores)
+    if not _has_values(scores):
+        return torch.where(dropped & ~spared, -math.inf, scores)
+    if spared.any():  # a few rows
+        rows = spared.squeeze(-1)
+        left[rows] = scores[rows]
+    return left
 
 
 def _without_repeats(x: Tensor) -> Tensor:
