@@ -23,6 +23,7 @@ from hookdrop.hooks.call_context import CallValue
 from hookdrop.hooks.checkpointing import running_checkpoint
 from hookdrop.hooks.compiling import GraphBreak
 from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.registry import CompanionHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.errors import InjectionError, ShapeError
@@ -63,7 +64,7 @@ class ScoreHook(SiteHook):
 
     def _begin(self, frame: FrameType | None, module: nn.Module, args: Any, *rest: Any) -> None:
         if frame is not None:
-            self._remove_interrupted()
+            remove_interrupted()
         self.calls.start(None)
         super().__call__(module, args, *rest)
         if self.calls.value is not None:
@@ -94,12 +95,6 @@ class ScoreHook(SiteHook):
                 "  find the layers with attention: hookdrop.plan(model, recipes.drop_key(p=...), example_input=x)"
             )
 
-    def _remove_interrupted(self) -> None:
-        """Remove the modes of calls that ended by a KeyboardInterrupt, after which PyTorch runs no hooks."""
-        for mode in [mode for mode in self.calls.stack if mode is not None and mode.is_over]:
-            self.calls.stack.remove(mode)
-            mode.stop()
-
 
 class ScoreMode(TorchFunctionMode):
     """Applies functions to the scores of attention."""
@@ -116,10 +111,13 @@ class ScoreMode(TorchFunctionMode):
         self.frame = frame
         if frame is not None:
             self.checkpoint = running_checkpoint()
+            _running.start(self)
         self.__enter__()
 
     def stop(self) -> None:
+        self.frame = None
         self.functions.clear()
+        _running.stack.remove(self)
         remove_function_mode(self)
 
     @property
@@ -191,11 +189,20 @@ class ScoreMode(TorchFunctionMode):
         return scores
 
 
+_running = CallValue()  # the modes of this thread
+
+
+def remove_interrupted() -> None:
+    """Remove the modes of calls that ended by a KeyboardInterrupt, after which PyTorch runs no hooks."""
+    for mode in [mode for mode in _running.stack if mode.is_over]:
+        mode.stop()
+
+
 _REASON = "DropKey sees the scores of a layer that runs uncompiled."
 _BEGIN, _STOP = GraphBreak(ScoreHook._begin, _REASON), GraphBreak(ScoreMode.stop, _REASON)
 _EAGER = GraphBreak(ScoreMode._call_in_eager, _REASON)
-# Inside a graph, this is part of it. Outside, compiling it alone would lose the frame of the call.
-when_compiler_is_imported(lambda: skip_frames_of(ScoreHook.__call__))
+# Inside a graph, these are part of it. Outside, compiling them alone would lose the frame of the call.
+when_compiler_is_imported(lambda: skip_frames_of(ScoreHook.__call__, ScoreHook.end_call, CompanionHook.__call__))
 
 
 def additive_mask(

@@ -186,9 +186,10 @@ def enable_hook_guards() -> bool:
     return bool(unguarded and frames) and not all(name.startswith("export.") for name in names)
 
 
-def skip_frames_of(function: Any) -> None:
-    """Do not compile a function where Python calls it; compiled code that calls it still traces into it."""
-    importlib.import_module("torch._dynamo.eval_frame").skip_code(function.__code__)
+def skip_frames_of(*functions: Any) -> None:
+    """Do not compile functions where Python calls them; compiled code that calls them still traces into them."""
+    for function in functions:
+        importlib.import_module("torch._dynamo.eval_frame").skip_code(function.__code__)
 
 
 def recomputes_forward() -> bool:

@@ -57,7 +57,7 @@ class Branches(nn.Module):
 
     def __init__(self, cases: list[Case]) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(nn.Identity() for _ in cases)
+        self.branches = nn.ModuleList(case.layer for case in cases)
         for number, case in enumerate(cases):
             inject(self, case.regularizer, layers=f"branches.{number}", name=str(number))
 
