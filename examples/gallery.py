@@ -73,6 +73,11 @@ HEADS = View(
     TOKENS.to_tensor,
     TOKENS.to_images,
 )
+SCORES = View(
+    "(N, H, L, S): the images as scores of three heads with a row for each query; -inf is black",
+    MAPS.to_tensor,
+    MAPS.to_images,
+)
 PATCHES = View(
     f"(N, C, L): the images as channels, each a patch of {PATCH}x{PATCH} pixels", TOKENS.to_tensor, TOKENS.to_images
 )
@@ -99,6 +104,7 @@ EXAMPLES: dict[str, tuple[str, View]] = {
     "LockedDropout": ("LockedDropout(p=0.2, time_dim=1)", ROWS),
     "NEFTune": ("NEFTune(alpha=15)", EMBEDDINGS),
     "HeadDropout": ("HeadDropout(p=0.5, heads=3)", HEADS),
+    "DropKey": ("DropKey(p=0.2)", SCORES),
     "MixStyle": ("MixStyle(p=1.0, alpha=0.5)", MAPS),
     "DSU": ("DSU(p=1.0)", MAPS),
     "Masksembles": ("Masksembles(n=4, scale=2.0, channel_dim=1)", PATCHES),

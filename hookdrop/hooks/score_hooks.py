@@ -33,6 +33,7 @@ from hookdrop.utils.torch_internals import opened, remove_function_mode, skip_fr
 _ATTENTION = F.scaled_dot_product_attention
 _HIDING = F.multi_head_attention_forward
 _SHOWING = opened(_HIDING)
+_broadcast: Any = torch.broadcast_shapes
 _SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax)
 
 
@@ -80,7 +81,7 @@ class ScoreHook(SiteHook):
         return fn(value)
 
     def end_call(self, module: nn.Module, args: Any, output: Any) -> None:
-        mode: ScoreMode | None = self.calls.end()
+        mode: Any = self.calls.end()
         if mode is None:
             return
         if mode.frame is None:
@@ -107,7 +108,7 @@ class ScoreMode(TorchFunctionMode):
         self.frame: FrameType | None = None
         """What runs the module, in eager code."""
 
-    def start(self, frame: FrameType | None) -> None:
+    def start(self: Any, frame: FrameType | None) -> None:
         self.frame = frame
         if frame is not None:
             self.checkpoint = running_checkpoint()
@@ -205,13 +206,11 @@ _EAGER = GraphBreak(ScoreMode._call_in_eager, _REASON)
 when_compiler_is_imported(lambda: skip_frames_of(ScoreHook.__call__, ScoreHook.end_call, CompanionHook.__call__))
 
 
-def additive_mask(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
-) -> Tensor:
+def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> Tensor:
     """Return what `scaled_dot_product_attention` adds to the scores, in their shape (N, ..., L, S)."""
     if query.is_nested:
         raise ShapeError("got a NestedTensor, whose attention takes no mask.\n  pad the samples.")
-    batch = query.shape[:-2] if enable_gqa else torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    batch = query.shape[:-2] if enable_gqa else _broadcast(query.shape[:-2], key.shape[:-2])
     shape = (*batch, query.shape[-2], key.shape[-2])
     if is_causal:
         attn_mask = torch.ones(shape[-2:], dtype=torch.bool, device=query.device).tril()

@@ -79,8 +79,8 @@ def inject(
         schedule: how the rate changes with optimizer steps, also as a string; None keeps it constant.
         total_steps: optimizer steps of the training, for a schedule with fractions of it: `LinearSchedule(steps=1.0)`.
         p_scale: a factor for the rate of each site, or of each block of a recipe: `"depth"` (l / L),
-            `"depth_from_zero"` (0 to 1), `"depth_reversed"` (1 to 1 / L), `"equal"` (1), a mapping from patterns to factors, or a function of (name,
-            index, count). None is 1, or the recipe's own choice.
+            `"depth_from_zero"` (0 to 1), `"depth_reversed"` (1 to 1 / L), `"equal"` (1), a mapping from patterns to
+            factors, or a function of (name, index, count). None is 1, or the recipe's own choice.
         name: the injection's name; None uses the name of the recipe, or the regularizer's class name in lower case.
         on_existing: what to do if a site already has an injection: `"error"`, `"replace"`, or `"stack"`.
         portable: whether `torch.save(model)` and pickle leave the hooks out, so that the file loads where hookdrop is

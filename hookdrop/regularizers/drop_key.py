@@ -85,8 +85,10 @@ class DropKey(DropRegularizer):
     Example:
         >>> _ = torch.manual_seed(0)
         >>> DropKey(p=0.5)(torch.zeros(2, 4)).softmax(-1)
+        tensor([[0.0000, 0.3333, 0.3333, 0.3333],
+                [1.0000, 0.0000, 0.0000, 0.0000]])
 
-    Reference: Li et al. 2022, "DropKey", arXiv:2208.02646, equation 3 and algorithm 1.
+    Reference: Li et al. 2022, "DropKey for vision transformer", arXiv:2208.02646.
     """
 
     rate: ClassVar[Rate] = BELOW_1

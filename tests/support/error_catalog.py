@@ -29,6 +29,7 @@ import hookdrop
 from hookdrop import (
     ClipActivationGrad,
     DropBlock,
+    DropKey,
     Dropout,
     Dropout2d,
     DropPath,
@@ -283,6 +284,22 @@ case(
 )
 case("heads at another layer", lambda: inject(ResNet(), HeadDropout(p=0.1), layers="fc"))
 case("heads that do not divide the features", lambda: inject(ResNet(), HeadDropout(p=0.1, heads=3), layers="fc"))
+
+
+case("attention scores at another layer", lambda: inject(ResNet(), DropKey(p=0.1), layers="fc", example_input=IMAGES))
+case("no attention scores in a call", lambda: hooked(ViT(), DropKey(p=0.1), "blocks.0")(IMAGES))
+case("a model without attention scores", lambda: inject(ResNet(), recipes.drop_key(p=0.1), example_input=IMAGES))
+case("a tensor of attention scores", lambda: inject(ViT(), DropKey(p=0.1), layers="blocks.0", tensor=0))
+case("attention scores at the input", lambda: inject(ViT(), DropKey(p=0.1), layers="blocks.0", at="input"))
+
+
+@case("a checkpoint inside an attention layer")
+def _() -> None:
+    class Checkpointed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(torch.softmax, x, -1, use_reentrant=False)
+
+    hooked(nn.Sequential(Checkpointed()), DropKey(p=0.1), "0")(torch.zeros(2, 3, 3, requires_grad=True))
 
 
 @case("an object given to a branch that runs on part of the batch")

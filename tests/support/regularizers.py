@@ -16,7 +16,6 @@ from hookdrop import (
     ClipActivationGrad,
     Cutout,
     DropBlock,
-    DropKey,
     Dropout,
     Dropout1d,
     Dropout3d,

@@ -124,7 +124,7 @@ class TestTransformers:
 
     @pytest.mark.parametrize("make", [llama, bert])
     def test_padding_stays_masked(self, implementation: str, make: Any) -> None:
-        model = make(**{"kind": "Model"})
+        model = make(kind="Model")
         model.set_attn_implementation(implementation)
         inject(model.train(), drop_key(p=0.5), example_input={"input_ids": IDS})
         for module in model.modules():
