@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -410,3 +411,61 @@ def test_was_loaded() -> None:
     assert not internals.was_loaded(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
     assert internals.was_loaded(optimizer)
+
+
+class Seeing(TorchFunctionMode):
+    """Records the functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_opened() -> None:
+    """Without it, DropKey cannot reach the scores of `nn.MultiheadAttention`."""
+    x, weight = torch.randn(4, 2, 8), torch.randn(24, 8)
+    rest = (8, 2, weight, None, None, None, False, 0.0, torch.randn(8, 8), None)
+    function = nn.functional.multi_head_attention_forward
+    with Seeing() as hidden:
+        expected = function(x, x, x, *rest)
+    with Seeing() as shown:
+        found = internals.opened(function)(x, x, x, *rest)
+    torch.testing.assert_close(found, expected)
+    assert hidden.seen == ["multi_head_attention_forward"]
+    assert "softmax" in shown.seen
+
+
+def test_remove_function_mode() -> None:
+    """Without it, a mode that a KeyboardInterrupt left would stay, or take another one along."""
+    below, lost, above = Seeing(), Seeing(), Seeing()
+    with below:
+        lost.__enter__()
+        with above:
+            internals.remove_function_mode(lost)
+            torch.ones(1).neg()
+    assert "neg" in above.seen
+    assert "neg" in below.seen
+    assert not lost.seen
+    internals.remove_function_mode(lost)  # a mode that is not there
+
+
+def test_skip_frames_of() -> None:
+    """Without it, a hook that compiled code calls between two graphs would be compiled alone."""
+    found = []
+
+    def alone(x: Tensor) -> Tensor:
+        found.append(torch.compiler.is_compiling())
+        return x + 1
+
+    def call(x: Tensor) -> Tensor:
+        return alone(x)
+
+    internals.skip_frames_of(alone)
+    torch.compile(alone, backend="eager")(torch.ones(1))
+    assert found == [False]
+    assert torch.compile(call, backend="eager", fullgraph=True)(torch.ones(1)) == 2
+    assert found[1] is True
