@@ -134,9 +134,9 @@ class _Interrupted(TorchFunctionMode):
 class _Model(nn.Module):
     """A model with one layer to hook."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, at: str | None = None) -> None:
         super().__init__()
-        self.layer = nn.LayerNorm(x.shape[1:])
+        self.layer = nn.LayerNorm(x.shape if at == "parameters" else x.shape[1:])
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return torch.tanh(self.layer(x))
@@ -164,6 +164,7 @@ class RegularizerChecks:
         """What the regularizer needs besides its tensor."""
         needs, place = self._one.needs, self._one.samples
         found: dict[str, Any] = {"layer_input": torch.zeros_like(x)} if "layer_input" in needs else {}
+        found |= {"start": torch.zeros_like(x)} if "start" in needs else {}
         return found | ({"samples": SampleRows(*place[1:], x.shape[place[1]])} if "samples" in needs and place else {})
 
     def _seeded(self, x: Tensor, *settings: Any) -> Tensor:
@@ -191,7 +192,7 @@ class RegularizerChecks:
         return torch.tensor(rows, dtype=torch.float64)
 
     def _hooked(self, given: Any = None) -> tuple[_Model, Injection]:
-        model = _Model(self._x)
+        model = _Model(self._x, self._one.only_at)
         return model, inject(model, given or InjectionSpec(self._one, layers="layer"))
 
     def _step(self, model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
@@ -263,7 +264,7 @@ class RegularizerChecks:
         model, drop = self._hooked()
         self._step(model)
         drop.remove()
-        exactly(self._step(model), self._step(_Model(self._x)))
+        exactly(self._step(model), self._step(_Model(self._x, self._one.only_at)))
         tables = [table for part in model.modules() for name, table in vars(part).items() if "hooks" in name]
         assert not any(tables), "hooks are left"
 
