@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +141,12 @@ class _Model(nn.Module):
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return torch.tanh(self.layer(x))
 
+    @torch.no_grad()
+    def move(self) -> Self:
+        """Change the weights, as training does: a parameter that is where it started hides what Mixout does."""
+        self.layer.weight.mul_(2.0)
+        return self
+
 
 class RegularizerChecks:
     """The checks of one regularizer."""
@@ -193,7 +199,8 @@ class RegularizerChecks:
 
     def _hooked(self, given: Any = None) -> tuple[_Model, Injection]:
         model = _Model(self._x, self._one.only_at)
-        return model, inject(model, given or InjectionSpec(self._one, layers="layer"))
+        drop = inject(model, given or InjectionSpec(self._one, layers="layer"))
+        return model.move(), drop
 
     def _step(self, model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
         """Return the output and all gradients of a training step from a fixed seed."""
@@ -264,7 +271,7 @@ class RegularizerChecks:
         model, drop = self._hooked()
         self._step(model)
         drop.remove()
-        exactly(self._step(model), self._step(_Model(self._x, self._one.only_at)))
+        exactly(self._step(model), self._step(_Model(self._x, self._one.only_at).move()))
         tables = [table for part in model.modules() for name, table in vars(part).items() if "hooks" in name]
         assert not any(tables), "hooks are left"
 

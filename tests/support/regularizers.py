@@ -36,6 +36,10 @@ from hookdrop import (
 from hookdrop.regularizers import REGULARIZERS
 
 
+ZEROS = ("layer_input", "start")
+"""What a regularizer may need that is another tensor of the same shape."""
+
+
 class Affine(nn.Module):
     """A weight and a bias for each element of a sample, so that gradients show the mask of each element."""
 
@@ -63,9 +67,8 @@ class Case:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the regularizer without a hook."""
-        if isinstance(self.regularizer, LayerDrop):
-            return self.regularizer(x, layer_input=torch.zeros_like(x))
-        return self.regularizer(x)
+        context = {name: torch.zeros_like(x) for name in getattr(self.regularizer, "needs", ()) if name in ZEROS}
+        return self.regularizer(x, **context)
 
     @property
     def in_backward(self) -> bool:
@@ -136,6 +139,9 @@ EVERY = {name: Case(cls(0.3)) for name, cls in _OTHERS.items()} | _CASES
 OWN = {name: case for name, case in EVERY.items() if isinstance(case.regularizer, Regularizer)}
 """The cases of hookdrop's regularizers."""
 
+ACTIVATIONS = {name: case for name, case in EVERY.items() if "parameters" not in case.places}
+"""The cases that can be hooked at the output or the input of a layer without parameters, such as `nn.Identity`."""
+
 FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
 """The cases that change the forward output."""
 
@@ -145,8 +151,8 @@ DRAWING = {name: case for name, case in FORWARD.items() if case.draws}
 SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not case.mixes}
 """The forward cases that have an effect on a batch of one."""
 
-DERIVING = {name: case for name, case in EVERY.items() if case.derives}
-"""The cases whose gradient is the derivative of the output."""
+DERIVING = {name: case for name, case in ACTIVATIONS.items() if case.derives}
+"""The cases of activations whose gradient is the derivative of the output."""
 
 REPRESENTATIVE = {name: EVERY[name] for name in ("Dropout", "DropBlock (sparse)", "DropPath", "LayerDrop", "ShakeDrop")}
 """One for each way to draw and to apply, for tests of what `hookdrop.testing` checks for all."""

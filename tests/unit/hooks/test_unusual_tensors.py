@@ -11,9 +11,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hookdrop import DropBlock, Dropout, GaussianNoise, ShapeError, inject
-from tests.support.regularizers import DERIVING, EVERY, Case
+from tests.support.regularizers import ACTIVATIONS, DERIVING, Case
 
-ALL = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+ALL = pytest.mark.parametrize("case", ACTIVATIONS.values(), ids=ACTIVATIONS)
 
 
 def at_each_place(some: dict[str, Case]) -> pytest.MarkDecorator:

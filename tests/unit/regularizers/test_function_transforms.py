@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
 from hookdrop import DropBlock, Dropout, HeadDropout, InjectionError, LinearSchedule, find, inject
 from hookdrop.functional import drop_path, dropout2d
 from hookdrop.regularizers import REGULARIZERS
-from tests.support.regularizers import DRAWING, EVERY, REPRESENTATIVE, SINGLE_SAMPLE, SITES, Affine, Case
+from tests.support.regularizers import ACTIVATIONS, DRAWING, EVERY, REPRESENTATIVE, SINGLE_SAMPLE, SITES, Affine, Case
 from tests.support.tensors import all_equal
 
 
@@ -281,7 +281,7 @@ def with_meta(x: torch.Tensor) -> MetaTensor:
     return y
 
 
-@ALL
+@cases(ACTIVATIONS)
 @pytest.mark.parametrize("shared", [True, False])
 def test_tensor_subclass_is_kept_and_allows_inplace_operations(case: Case, shared: bool) -> None:
     """Bitwise equal to a plain tensor with the same seed: output and gradient, also after `relu_`."""

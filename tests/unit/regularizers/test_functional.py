@@ -59,6 +59,7 @@ ARGUMENTS = {
     "head_dropout": (0.5, 2),
     "layer_drop": (torch.zeros(2, 3, 4, 4), 0.5),
     "masksembles": (2,),
+    "mixout": (torch.zeros(2, 3, 4, 4), 0.5),
 }
 """Those after the input; for the others, the rate."""
 
@@ -70,6 +71,7 @@ BAD = {
     "cutout": ((3, -0.5), "p must lie in"),
     "head_dropout": ((-0.5, 2), "p must lie in"),
     "layer_drop": ((torch.zeros(2, 3, 4, 4), -0.5), "p must lie in"),
+    "mixout": ((torch.zeros(2, 3, 4, 4), -0.5), "p must lie in"),
     "clip_activation_grad": ((-0.5,), "max_norm must be above 0, got -0.5"),
     "clamp_activation_grad": ((0.5, -0.5), "min must not be above max, got min=0.5 and max=-0.5"),
     "scale_activation_grad": ((math.inf,), "factor must be finite"),
