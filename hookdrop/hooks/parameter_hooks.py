@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from hookdrop.hooks.call_context import CallValue
@@ -35,7 +37,8 @@ def select_parameters(module: nn.Module, which: TensorKey, layer: str) -> list[s
         LayerError: there is none, or it cannot be replaced during a call.
     """
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    chosen = [name for name in own if (own[name].dim() > 1 if which is None else fnmatchcase(name, str(which)))]
+    matrices = (name for name, x in own.items() if is_lazy(x) or x.dim() > 1)
+    chosen = list(matrices) if which is None else [name for name in own if fnmatchcase(name, str(which))]
     where = f"{layer!r} ({type(module).__name__})"
     if not chosen and is_parametrized(module):
         parametrized: Any = module.parametrizations
@@ -45,12 +48,14 @@ def select_parameters(module: nn.Module, which: TensorKey, layer: str) -> list[s
         )
     if not chosen:
         wanted = "with two or more axes" if which is None else f"named {which!r}"
+        owners = dict.fromkeys(name.rpartition(".")[0] for name, _ in module.named_parameters() if "." in name)
+        inside = f"name its layers: {some([f'{layer}.{name}' for name in owners])}" if owners else "choose other layers"
         raise LayerError(
-            f"{where} has no parameter {wanted}; its own are: {some(list(own)) if own else 'none'}.\n"
-            '  choose other layers, or parameters by name: tensor="weight*"'
+            f"{where} has no parameter {wanted}; its own are: {named_shapes(own) or 'none'}.\n"
+            f'  {inside}, or choose by name: tensor="weight*"'
         )
     for name in chosen:
-        if not fits(own[name]):
+        if is_lazy(own[name]) or not fits(own[name]):
             raise LayerError(
                 f"{where}: {name!r} is not a floating-point tensor with a shape ({own[name].dtype}; quantized? lazy?)\n"
                 f"  exclude {layer!r}, or inject before it is quantized and after the first forward of a lazy module."
@@ -60,8 +65,16 @@ def select_parameters(module: nn.Module, which: TensorKey, layer: str) -> list[s
     return chosen
 
 
-def check_suited(regularizer: Regularizer) -> None:
-    """Raise `InjectionError` for a regularizer of activations, which have samples, channels or positions."""
+def named_shapes(parameters: Mapping[str, Tensor]) -> str:
+    """Return the names with the shapes."""
+    return some([name if is_lazy(x) else f"{name} {tuple(x.shape)}" for name, x in parameters.items()]).replace("'", "")
+
+
+def check_parameters(regularizer: Regularizer, module: nn.Module, which: TensorKey, layer: str) -> str:
+    """Return the parameters that `which` selects as text, or raise if the regularizer or the choice is wrong.
+
+    A regularizer of activations is wrong, because these have samples, channels or positions.
+    """
     if (
         regularizer.axes.startswith("N")
         or set(regularizer.needs) - {START}
@@ -71,6 +84,18 @@ def check_suited(regularizer: Regularizer) -> None:
             f"inject: {regularizer.title} acts on activations, got at='parameters'.\n"
             "  for parameters: Dropout(p=0.5), GaussianNoise(std=0.01) or Mixout(p=0.5)"
         )
+    chosen = {name: getattr(module, name) for name in select_parameters(module, which, layer)}
+    if which is None and len(chosen) > 1 and regularizer.only_at is None:
+        raise LayerError(
+            f"{layer!r} ({type(module).__name__}) has {len(chosen)} parameters with two or more axes: "
+            f"{named_shapes(chosen)}.\n  choose by name or pattern: tensor={list(chosen)[-1]!r}, tensor='*weight*'"
+        )
+    if START in regularizer.needs and any(x.is_meta or hasattr(x, "placements") for x in chosen.values()):
+        raise InjectionError(
+            f"inject: {regularizer.title} needs all values of a parameter, which {layer!r} does not have (meta device, "
+            "or sharded).\n  inject after the weights are loaded, and before fully_shard."
+        )
+    return named_shapes(chosen)
 
 
 def tied_elsewhere(root: nn.Module, sites: Mapping[str, nn.Module], which: TensorKey) -> list[str]:
@@ -103,13 +128,15 @@ class ParameterHook(SiteHook):
         self.names = select_parameters(module, self.tensor, self.site)
         if START in self.regularizer.needs:
             self.start = {name: detached_copy(getattr(module, name)) for name in self.names}
-        # Prepended, because the pre-hooks of pruning and weight norm compute weights from the parameters.
-        self.handle = module.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
-        self.accompany(module.register_forward_hook, ParameterHook.restore, always_call=True)
+        # Prepended, because the pre-hooks of pruning and weight norm compute weights from the parameters; but after the
+        # pre-hook of FSDP2, which gathers them. The last hook that hides a parameter is the first that restores it.
+        gathers = hasattr(module, "reshard")
+        self.handle = module.register_forward_pre_hook(self, with_kwargs=True, prepend=not gathers)
+        self.accompany(module.register_forward_hook, ParameterHook.restore, always_call=True, prepend=gathers)
 
     def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        if self.hidden.stack:  # left by an interrupted call
-            self.restore(module)
+        if self.hidden.stack:
+            self.settle(module)
         return super().__call__(module, args, *rest)
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
@@ -124,11 +151,12 @@ class ParameterHook(SiteHook):
 
     def _parameter(self, module: nn.Module, name: str) -> Tensor:
         replica = getattr(module, "_is_replica", False)  # DataParallel's have attributes instead of parameters
-        if not replica and (name not in module._parameters or name in vars(module)):
+        by_others = name in vars(module) and not any(name in (hook.hidden.value or ()) for hook in _hooks_on(module))
+        if not replica and (by_others or name not in module._parameters):
             raise InjectionError(
-                f"{self.where}: {name!r} is no longer a parameter (pruned, parametrized or sharded after inject?), or "
-                'two threads call the layer at once.\n  inject again with on_existing="replace", or give each thread '
-                "a copy of the model."
+                f"{self.where}: {name!r} is no longer a parameter (pruned, parametrized or in FSDP after inject?), or "
+                'two threads call the layer at once.\n  inject again with on_existing="replace"; '
+                "shard with fully_shard, which keeps parameters; give each thread a copy of the model."
             )
         x: Tensor = getattr(module, name)
         if hasattr(x, "placements") or not fits(x):
@@ -155,7 +183,7 @@ class ParameterHook(SiteHook):
     @property
     def start_norm(self) -> float:
         """The norm of all values at the injection, by which a resumed run tells whether they are the same."""
-        return math.sqrt(sum(float(x.double().square().sum()) for x in self.start.values()))
+        return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in self.start.values()))
 
     def restore(self, module: nn.Module, *_: Any) -> None:
         """Show the parameters again; a value of None stands for an attribute that the module did not have."""
@@ -164,3 +192,12 @@ class ParameterHook(SiteHook):
                 vars(module).pop(name, None)
             else:
                 vars(module)[name] = value
+
+    def settle(self, module: nn.Module) -> None:
+        for hook in reversed(_hooks_on(module)):
+            while hook.hidden.stack:
+                hook.restore(module)
+
+
+def _hooks_on(module: nn.Module) -> list[ParameterHook]:
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ParameterHook)]

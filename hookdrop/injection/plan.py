@@ -176,7 +176,7 @@ def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str,
         return
     several = f" (1 of {seen.tensor_count} tensors)" if seen.tensor_count else ""
     at_target = regularizer if site.p_scale == 1.0 else at_rate(regularizer, site.p)
-    site.reading = at_target.reading(seen.shape) + several
+    site.reading = site.reading or at_target.reading(seen.shape) + several
     for shape in seen.shapes:
         for warning in at_target.shape_warnings(shape):
             shape_warnings.setdefault(re.sub(r"\d+", "#", warning), []).append(f"{where}: {warning}")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hookdrop.guards.plan import plan_warnings
-from hookdrop.hooks.parameter_hooks import check_suited, select_parameters, tied_elsewhere
+from hookdrop.hooks.parameter_hooks import check_parameters, tied_elsewhere
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.plan import Plan, PlannedSite, inspect_forward
 from hookdrop.injection.spec import InjectionSpec, PScale
@@ -144,20 +144,20 @@ def _site(
     root: nn.Module, layer: Layer, regularizer: Regularizer | None, spec: InjectionSpec, survey: LazySurvey | None
 ) -> PlannedSite:
     """Return the site of one layer. Some regularizers have only one place, and read settings from the model."""
-    at = spec.at
+    at, reading = spec.at, ""
     if regularizer is not None:
-        if at == "input" and regularizer.only_at == "output":
+        if at == "input" and regularizer.only_at in ("output", "parameters"):
+            advice = ", and hook the layer before" * (regularizer.only_at == "output")
             raise InjectionError(
-                f"inject: {regularizer.title} acts on the output of a layer, got at={at!r}.\n"
-                "  remove at=, and hook the layer before"
+                f"inject: {regularizer.title} acts on the {regularizer.only_at} of a layer, got at={at!r}.\n"
+                f"  remove at={advice}"
             )
         if at == "parameters" or regularizer.only_at == "parameters":
             at = "parameters"
-            check_suited(regularizer)
-            select_parameters(layer.module, spec.tensor, layer.name)
+            reading = check_parameters(regularizer, layer.module, spec.tensor, layer.name)
         at = regularizer.only_at or at
         regularizer = regularizer.for_layer(root, layer.name, at, survey)
-    return PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, at)
+    return PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, at, reading=reading)
 
 
 # --- sites that a recipe chooses

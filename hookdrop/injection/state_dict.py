@@ -90,7 +90,8 @@ def _validated(saved: Any) -> Mapping[str, Any]:
     for name, one in found.items():
         try:
             is_valid = all(type(one[key]) is kind for key, kind in _TYPES.items()) and one["step_count"] >= 0
-            is_valid &= len(one["sites"]) == len(one["target_p"]) and isinstance(json.loads(one["spec"]), dict)
+            is_valid &= len(one["sites"]) == len(one["target_p"]) == len(one["start"])
+            is_valid &= isinstance(json.loads(one["spec"]), dict)
         except (TypeError, KeyError, ValueError):
             is_valid = False
         if not is_valid:

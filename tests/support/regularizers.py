@@ -35,7 +35,6 @@ from hookdrop import (
 )
 from hookdrop.regularizers import REGULARIZERS
 
-
 ZEROS = ("layer_input", "start")
 """What a regularizer may need that is another tensor of the same shape."""
 

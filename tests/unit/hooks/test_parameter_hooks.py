@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hookdrop import (
     HeadDropout,
     HookdropWarning,
     InjectionError,
+    InjectionSpec,
     LayerError,
     LinearSchedule,
     Masksembles,
@@ -25,8 +27,10 @@ from hookdrop import (
     find,
     inject,
     plan,
+    without_hooks,
 )
 from hookdrop.functional import mixout
+from hookdrop.recipes import neftune
 
 LAYERS = {
     "Linear": (lambda: nn.Linear(6, 5), lambda: (torch.randn(3, 6),), ["weight"]),
@@ -90,7 +94,7 @@ class TestLayers:
         make, arguments, _ = LAYERS[kind]
         layer, args = make().eval(), arguments()
         clean = layer(*args)
-        placed(layer)
+        placed(layer, tensor="*weight*")
         torch.testing.assert_close(layer(*args), clean, rtol=0, atol=0)
 
     def test_mask_is_the_same_within_a_call_and_another_in_the_next(self):
@@ -193,6 +197,51 @@ class TestContexts:
         torch.testing.assert_close(model(x), nn.functional.linear(x, *layer.parameters()), rtol=0, atol=0)
         assert "weight" not in vars(layer)
 
+    @pytest.mark.parametrize("then", ["remove", "without_hooks", "replace"])
+    def test_removal_after_an_interrupt_shows_the_parameters_again(self, then, x):
+        """PyTorch runs no hooks after a KeyboardInterrupt."""
+
+        class Interrupted(nn.Linear):
+            def forward(self, x):
+                raise KeyboardInterrupt
+
+        layer = Interrupted(6, 6)
+        model, _ = placed(layer)
+        inject(model, GaussianNoise(std=0.1), layers="0", at="parameters", on_existing="stack")
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        assert "weight" in vars(layer)
+        if then == "remove":
+            find(model).remove()
+        elif then == "replace":
+            inject(model, Dropout(p=0.5), layers="0", at="parameters", on_existing="replace")
+        else:
+            with without_hooks(model):
+                pass
+        assert "weight" not in vars(layer)
+
+    def test_stacked_regularizers_act_one_after_the_other(self, linear, x):
+        """The last one that is injected comes first."""
+        model, _ = placed(linear)
+        inject(model, GaussianNoise(std=0.1), layers="0", at="parameters", on_existing="stack")
+        found = seeded(model, x)
+        torch.manual_seed(3)
+        expected = Dropout(p=0.5)(GaussianNoise(std=0.1)(linear.weight))
+        torch.testing.assert_close(found, nn.functional.linear(x, expected, linear.bias), rtol=0, atol=0)
+        assert "weight" not in vars(linear)
+
+    def test_threads_that_call_one_layer_at_once_raise(self, x):
+        """The other thread would compute with the weights of this call, and see them restored before its own end."""
+
+        class Slow(nn.Linear):
+            def forward(self, x):
+                with ThreadPoolExecutor(1) as other, pytest.raises(InjectionError, match="two threads"):
+                    other.submit(self, x).result()
+                return super().forward(x)
+
+        model, _ = placed(Slow(6, 5))
+        model(x)
+
     def test_pruned_and_normalized_weights_are_computed_from_regularized_ones(self, linear, x):
         prune.random_unstructured(linear, "weight", 0.5)
         model, _ = placed(linear)
@@ -207,6 +256,44 @@ class TestContexts:
         assert not torch.equal(seeded(model, x), nn.functional.linear(x, *linear.parameters()))
         model.eval()
         assert drop.predict(x, samples=4, activation=None).variance.max() > 0
+
+    def test_handle_records_and_rebuilds_sites_of_parameters(self):
+        rnn, x = nn.LSTM(4, 5, 2), torch.randn(3, 2, 4)
+        model, drop = placed(rnn, tensor="weight_hh_*")
+        with drop.recording() as recording:
+            model(x)
+        assert [tuple(one.mask.shape) for one in recording.calls("0")] == [(20, 5), (20, 5)]
+        spec = InjectionSpec.from_dict(drop.spec.to_dict())
+        twin = nn.Sequential(copy.deepcopy(rnn))
+        find(twin).remove()
+        again = inject(twin, spec)
+        again.load_state_dict(drop.state_dict())
+        torch.testing.assert_close(seeded(twin, x), seeded(model, x), rtol=0, atol=0)
+        with find(model).disabled():
+            torch.testing.assert_close(model(x), rnn.eval()(x), rtol=0, atol=0)
+        assert drop.check() == []
+
+    def test_language_model_with_weight_drop_learns(self):
+        """An LSTM predicts the next word of a text in which each word follows from the two before."""
+        torch.manual_seed(0)
+        words = [0, 1]
+        for _ in range(400):
+            words.append((words[-1] + words[-2]) % 7)
+        text = torch.tensor(words).view(6, -1).T
+        model = nn.ModuleList([nn.Embedding(7, 16), nn.LSTM(16, 32), nn.Linear(32, 7)])
+        drop = inject(model, Dropout(p=0.5), layers="1", at="parameters", tensor="weight_hh_*")
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        losses = []
+        for _ in range(80):
+            optimizer.zero_grad()
+            scores = model[2](model[1](model[0](text[:-1]))[0])
+            loss = nn.functional.cross_entropy(scores.flatten(0, 1), text[1:].flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] > 1.8
+        assert losses[-1] < 0.6
+        assert drop.check() == []
 
     def test_one_mask_for_the_batch_refuses_fixed_masks_of_several_samples(self, x):
         model = nn.Sequential(nn.Linear(6, 20), nn.ReLU())
@@ -227,6 +314,23 @@ class TestRefusals:
     def test_names_without_a_parameter(self, linear, tensor, error):
         with pytest.raises(error):
             placed(linear, tensor=tensor)
+
+    def test_a_choice_among_several_parameters_lists_them(self):
+        with pytest.raises(LayerError, match=r"weight_ih_l0 \(20, 4\), weight_hh_l0 \(20, 5\)"):
+            placed(nn.LSTM(4, 5))
+        with pytest.raises(LayerError, match=r"name its layers: '0\.0', '0\.1'"):
+            placed(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        assert "weight_hh_l0 (20, 5)" in str(
+            plan(nn.LSTM(4, 5), Dropout(p=0.5), layers="", at="parameters", tensor="*hh*")
+        )
+
+    def test_lazy_layers(self):
+        with pytest.raises(LayerError, match="lazy"):
+            placed(nn.LazyLinear(3))
+
+    def test_recipes(self, linear):
+        with pytest.raises(TypeError, match="remove at="):
+            inject(linear, neftune(alpha=5.0), at="parameters")
 
     def test_layers_without_weights_and_integers(self):
         with pytest.raises(LayerError, match="its own are: none"):
@@ -296,6 +400,12 @@ class TestMixout:
         with pytest.raises(TypeError):
             Mixout(p=0.5)(x)
         drop.remove()
+        with pytest.raises(InjectionError, match="acts on the parameters of a layer, got at='input'"):
+            inject(model, Mixout(p=0.5), layers="0", at="input")
+
+    def test_weights_without_values_are_refused(self):
+        with pytest.raises(InjectionError, match="meta device"):
+            placed(nn.Linear(3, 3, device="meta"), Mixout(p=0.5))
 
 
 def test_weight_noise_is_added_to_the_weights(linear, x):
