@@ -36,6 +36,7 @@ def test_compiled_layers_use_regularized_weights(regularizer: Regularizer, backe
     torch.testing.assert_close(fast(x), torch.compile(plain, backend=backend)(x), rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # at every hook on an LSTM
 def test_an_lstm_runs_uncompiled() -> None:
     """Dynamo breaks the graph at recurrent layers; the rest is compiled."""
     model = nn.Sequential(nn.LSTM(8, 50))

@@ -260,7 +260,7 @@ class TestContexts:
     def test_handle_records_and_rebuilds_sites_of_parameters(self):
         rnn, x = nn.LSTM(4, 5, 2), torch.randn(3, 2, 4)
         model, drop = placed(rnn, tensor="weight_hh_*")
-        with drop.recording() as recording:
+        with drop.recording(last=2) as recording:
             model(x)
         assert [tuple(one.mask.shape) for one in recording.calls("0")] == [(20, 5), (20, 5)]
         spec = InjectionSpec.from_dict(drop.spec.to_dict())
@@ -320,9 +320,8 @@ class TestRefusals:
             placed(nn.LSTM(4, 5))
         with pytest.raises(LayerError, match=r"name its layers: '0\.0', '0\.1'"):
             placed(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        assert "weight_hh_l0 (20, 5)" in str(
-            plan(nn.LSTM(4, 5), Dropout(p=0.5), layers="", at="parameters", tensor="*hh*")
-        )
+        chosen = {"layers": "0", "at": "parameters", "tensor": "weight_hh_*"}
+        assert "weight_hh_l0 (20, 5)" in str(plan(nn.Sequential(nn.LSTM(4, 5)), Dropout(p=0.5), **chosen))
 
     def test_lazy_layers(self):
         with pytest.raises(LayerError, match="lazy"):
