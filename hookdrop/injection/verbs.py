@@ -76,8 +76,8 @@ def inject(
         exclude: layers to skip; takes the same entries as `layers`.
         at: `"output"` or `"input"` of the layers, or their `"parameters"`, which each call regularizes anew.
         tensor: which tensor of a tuple, list, dict, or dataclass: an index, a key, `"all"`, or None for the first
-            floating-point tensor that is not 0-d. Of parameters: a pattern such as `"weight_hh_*"`, or None for those
-            with two or more axes.
+            floating-point tensor that is not 0-d. Of parameters: a name or a pattern such as `"weight_hh_*"`, or None
+            for the one with two or more axes; with Mixout, for all of these.
         schedule: how the rate changes with optimizer steps, also as a string; None keeps it constant.
         total_steps: optimizer steps of the training, for a schedule with fractions of it: `LinearSchedule(steps=1.0)`.
         p_scale: a factor for the rate of each site, or of each block of a recipe: `"depth"` (l / L),
