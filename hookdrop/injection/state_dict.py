@@ -15,14 +15,8 @@ from hookdrop.utils.errors import InjectionError, StateError, warn
 from hookdrop.utils.tables import counted, some
 
 VERSION = 2
-_TYPES: dict[str, type] = {
-    "step_count": int,
-    "enabled": bool,
-    "sites": list,
-    "target_p": list,
-    "start": list,
-    "spec": str,
-}
+_LISTS = ("sites", "target_p", "start")
+_TYPES: dict[str, type] = {"step_count": int, "enabled": bool, "spec": str, **dict.fromkeys(_LISTS, list)}
 
 Parts: TypeAlias = Sequence[tuple[InjectionState, Sequence[RateSink]]]
 """The states, each with the sinks of a handle."""
@@ -90,8 +84,7 @@ def _validated(saved: Any) -> Mapping[str, Any]:
     for name, one in found.items():
         try:
             is_valid = all(type(one[key]) is kind for key, kind in _TYPES.items()) and one["step_count"] >= 0
-            is_valid &= len(one["sites"]) == len(one["target_p"]) == len(one["start"])
-            is_valid &= isinstance(json.loads(one["spec"]), dict)
+            is_valid &= len({len(one[key]) for key in _LISTS}) == 1 and isinstance(json.loads(one["spec"]), dict)
         except (TypeError, KeyError, ValueError):
             is_valid = False
         if not is_valid:

@@ -96,7 +96,7 @@ INVALID: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a number as schedule": ({"schedule": 1000}, TypeError, r"write: schedule=LinearSchedule\(steps=N\)"),
     "a schedule class": ({"schedule": LinearSchedule}, TypeError, r"write: schedule=LinearSchedule\(steps=N\)"),
     "a function as schedule": ({"schedule": abs}, TypeError, r"of a function: LambdaSchedule\(function\)"),
-    "at unknown": ({"at": "outputs"}, ValueError, "'output', 'input', got 'outputs'"),
+    "at unknown": ({"at": "outputs"}, ValueError, "'output', 'input', 'parameters', got 'outputs'"),
     "on_existing unknown": ({"on_existing": "keep"}, ValueError, "'error', 'replace', 'stack'"),
     "an empty name": ({"name": ""}, InjectionError, "name must be a non-empty string"),
     "a name with a slash": ({"name": "a/b"}, InjectionError, "without '/'"),

@@ -38,7 +38,13 @@ def test_state_dict_contents() -> None:
         "schedule": "LinearSchedule(steps=20)",
         "name": "dropblock",
     }
-    saved = {"step_count": 3, "enabled": True, "sites": ["layer1.0", "layer1.1"], "target_p": [0.2, 0.2]}
+    saved = {
+        "step_count": 3,
+        "enabled": True,
+        "sites": ["layer1.0", "layer1.1"],
+        "target_p": [0.2, 0.2],
+        "start": [0.0, 0.0],
+    }
     assert drop.state_dict() == {"version": 2, "injections": {"dropblock": saved | {"spec": json.dumps(spec)}}}
     assert json.loads(json.dumps(drop.state_dict())) == drop.state_dict()
 
@@ -73,6 +79,7 @@ def test_state_of_other_sites_raises_with_the_differences(kwargs: dict[str, obje
         {"step_count": "3"},
         {"enabled": 1},
         {"target_p": [0.4]},
+        {"start": [0.0]},
         {"target_p": [0.4, 1.4]},
         {"target_p": [0.4, None]},
         {"target_p": None},
