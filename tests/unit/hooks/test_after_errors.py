@@ -12,43 +12,27 @@ from torch import Tensor, nn
 from hookdrop import Dropout, DropPath, LayerDrop, NEFTune, inject
 from hookdrop.hooks.branch_hooks import SkipHook
 from hookdrop.recipes.base import Recipe, RecipeSite
+from tests.support.models import toy
 
 ROWS = 23  # no other tensor has this size
 
 
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.fails = nn.Linear(8, 8), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.fc(x)
-        if self.fails:
-            raise FloatingPointError
-        return x
+def failing(m: Any, x: Tensor) -> Tensor:
+    x = m.fc(x)
+    if m.fails:
+        raise FloatingPointError
+    return x
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.branch = Branch()
-
-    def forward(self, x: Tensor, attention_mask: Any = None) -> Tensor:
-        return x + self.branch(x)
+def net() -> Any:
+    branch = toy(failing, fc=nn.Linear(8, 8), fails=False)
+    block = toy(lambda m, x, attention_mask=None: x + m.branch(x), branch=branch)
+    return toy(lambda m, x, attention_mask=None: m.block(x, attention_mask=attention_mask), block=block)
 
 
 class Skip(Recipe):
     def sites(self, model: nn.Module, survey: Any) -> list[RecipeSite]:
         return [RecipeSite("block", Dropout(0.5), at="skip", branch="branch")]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: Tensor, attention_mask: Any = None) -> Tensor:
-        return self.block(x, attention_mask=attention_mask)
 
 
 PLACED = {
@@ -63,7 +47,7 @@ PLACED = {
 @pytest.mark.parametrize("kind", PLACED)
 def test_nothing_holds_activations(kind: str) -> None:
     regularizer, settings = PLACED[kind]
-    model = Net()
+    model = net()
     drop = inject(model, regularizer, **settings)
     assert kind != "identity skip" or isinstance(drop._sinks[0], SkipHook)
     model.block.branch.fails = True

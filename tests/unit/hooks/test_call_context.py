@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,34 +13,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import NEFTune, Regularizer, ShapeError, inject
-from hookdrop.hooks.call_context import CallValue
-from hookdrop.hooks.hook import SiteHook
 from hookdrop.regularizers.samples import SampleRows
+from tests.support.models import toy
 
 IDS = torch.arange(12).view(2, 6)
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]])
 ALL = torch.ones(2, 6, dtype=torch.bool)
 
 
-class TokenModel(nn.Module):
+def token_model(m: Any, ids: Tensor, attention_mask: Any = None, fail: bool = False) -> Tensor:
     """An embedding in a model that takes an attention mask, and may checkpoint the embedding."""
-
-    def __init__(self, how: str = "") -> None:
-        super().__init__()
-        self.embed, self.how = nn.Embedding(50, 16), how
-
-    def forward(self, ids: Tensor, attention_mask: Any = None, fail: bool = False) -> Tensor:
-        if fail:
-            raise RuntimeError
-        if not self.how:
-            return self.embed(ids)
-        scale = torch.ones((), requires_grad=True)  # a reentrant checkpoint needs an argument with a gradient
-        part = lambda ids, scale: (self.embed(ids) * scale).sin()  # noqa: E731
-        return checkpoint(part, ids, scale, use_reentrant=self.how == "reentrant")
+    if fail:
+        raise RuntimeError
+    if not m.how:
+        return m.embed(ids)
+    scale = torch.ones((), requires_grad=True)  # a reentrant checkpoint needs an argument with a gradient
+    part = lambda ids, scale: (m.embed(ids) * scale).sin()  # noqa: E731
+    return checkpoint(part, ids, scale, use_reentrant=m.how == "reentrant")
 
 
-def masked(how: str = "") -> TokenModel:
-    model = TokenModel(how)
+def masked(how: str = "") -> Any:
+    model = toy(token_model, embed=nn.Embedding(50, 16), how=how)
     inject(model, NEFTune(5, attention_mask=True), layers="embed")
     return model
 
@@ -48,12 +42,6 @@ def noisy(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """Which tokens get noise."""
     clean = model.get_submodule("embed").weight[IDS] if hasattr(model, "embed") else model.weight[IDS]
     return (model(*args, **kwargs) != clean).any(-1)
-
-
-def values(model: TokenModel) -> CallValue:
-    (hook,) = model.embed._forward_hooks.values()
-    assert isinstance(hook, SiteHook)
-    return hook.collected["attention_mask"]
 
 
 class TestAttentionMask:
@@ -74,7 +62,8 @@ class TestAttentionMask:
         with pytest.raises(ShapeError):
             model(IDS, MASK[:, :3])
         assert torch.equal(noisy(model.embed, IDS), ALL)
-        assert values(model).stack == []
+        (hook,) = model.embed._forward_hooks.values()
+        assert hook.collected["attention_mask"].stack == []
 
     @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
     @pytest.mark.parametrize("in_thread", [False, True])
@@ -98,11 +87,8 @@ class TestAttentionMask:
             mask = MASK if index % 2 else None
             found[index] = all(torch.equal(noisy(model, IDS, mask), ALL if mask is None else MASK == 1) for _ in "abc")
 
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(run, range(8)))
         assert list(found.values()) == [True] * 8
 
     @pytest.mark.parametrize("compiled", [False, True])
@@ -144,30 +130,21 @@ class Sees(Regularizer):
         return x
 
 
-class Windowed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.view(-1, 4))
+def windowed() -> Any:
+    return toy(lambda m, x: m.inner(x.view(-1, 4)), inner=nn.Linear(4, 4))
 
 
 def test_the_number_of_samples_is_that_of_the_module_around() -> None:
-    model = Windowed()
+    model = windowed()
     drop = inject(model, Sees(samples=("", 0, False)), layers="inner")
     Sees.seen.clear()
     model(torch.zeros(3, 8))
     model(torch.zeros(5, 8))
     model.inner(torch.zeros(3, 4))
     assert Sees.seen == [SampleRows(0, False, 3), SampleRows(0, False, 5), SampleRows()]
+    with inject(model, Sees(), layers="inner", on_existing="replace"):  # without a fact, each row is a sample
+        model(torch.zeros(3, 8))
+    assert Sees.seen[-1] is None
+    drop = inject(model, Sees(samples=("", 0, False)), layers="inner")
     drop.remove()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_without_a_fact_each_row_is_a_sample() -> None:
-    model = Windowed()
-    inject(model, Sees(), layers="inner")
-    Sees.seen.clear()
-    model(torch.zeros(3, 8))
-    assert Sees.seen == [None]

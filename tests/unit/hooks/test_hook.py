@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from hookdrop import DropBlock, Dropout, Regularizer, ShapeError, inject
-from tests.support.models import Small
+from hookdrop import DropBlock, Dropout, ShapeError, inject
+from tests.support.models import Small, toy
 
 
 def test_eval_returns_the_layers_own_output_object() -> None:
-    class Keeps(nn.Identity):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.out = x * 2
-            return self.out
-
-    model = nn.Sequential(Keeps())
-    inject(model, Dropout(0.5), layers="0")
-    model.eval()
-    assert model(torch.ones(3)) is model[0].out
-    model.train()
-    assert model(torch.ones(3)) is not model[0].out
+    keeps = toy(lambda m, x: setattr(m, "out", x * 2) or m.out)
+    inject(model := nn.Sequential(keeps), Dropout(0.5), layers="0")
+    assert model.eval()(torch.ones(3)) is keeps.out
+    assert model.train()(torch.ones(3)) is not keeps.out
 
 
 def test_the_mode_of_the_hooked_layer_applies(model: nn.Module, images: torch.Tensor) -> None:
@@ -47,21 +38,14 @@ def test_modules_called_several_times_draw_a_mask_each_time() -> None:
     assert (out == 0).float().mean() == pytest.approx(0.75, abs=0.03)
 
 
-class ReturnsNone(Regularizer):
-    """A regularizer whose `return` is missing."""
-
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__()
-        self.p = p
-
-    def regularize(self, x: torch.Tensor, rate: Any) -> torch.Tensor:  # type: ignore[return]
-        x * 0
+def returns_none(x: torch.Tensor) -> None:
+    """A function whose `return` is missing."""
 
 
-def test_custom_regularizer_that_returns_none_is_an_error(model: Small, images: torch.Tensor) -> None:
-    inject(model, ReturnsNone(), layers="fc")
-    with pytest.raises(ShapeError, match="ReturnsNone at 'fc' got .* and returned NoneType"):
-        model(images)
+def test_functions_that_do_not_return_a_tensor_of_the_shape_are_errors(model: Small, images: torch.Tensor) -> None:
+    for wrong in (returns_none, torch.Tensor.sum):
+        with inject(model, wrong, layers="fc"), pytest.raises(ShapeError, match="at 'fc' got .* and returned"):
+            model(images)
 
 
 def test_error_inside_a_regularizer_names_the_site(model: Small, images: torch.Tensor) -> None:
