@@ -30,7 +30,7 @@ def hooked(regularizer: nn.Module) -> nn.Sequential:
 
 # --- in place
 
-ACTIVATIONS = [nn.ReLU(inplace=True), nn.SiLU(inplace=True), nn.Hardswish(inplace=True), nn.Sigmoid(), nn.Softmax(1), nn.Tanh()]  # fmt: skip
+ACTIVATIONS = [nn.ReLU(inplace=True), nn.Sigmoid(), nn.Softmax(1)]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda module: type(module).__name__)

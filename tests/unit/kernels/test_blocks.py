@@ -99,18 +99,6 @@ def test_zeroing_any_memory_format(case: Case, order: list[int], dtype: torch.dt
     assert torch.equal(memory[-5:], before[-5:])
 
 
-@pytest.mark.parametrize("channel", [1, 3])
-def test_no_seeds_give_an_empty_mask(channel: int) -> None:
-    blocks = Blocks(2, 3, (8, 9), (3, 4), channel)
-    none = torch.empty(0, dtype=torch.int64)
-    rows = blocks.rows(none)
-    assert not rows.any()
-    assert torch.equal(blocks.dilated(dense(blocks, none)), rows)
-    assert blocks.counts(rows).tolist() == [0, 0]
-    x = torch.ones(2, 3, 8, 9).movedim(1, channel)
-    assert blocks.zero_(x, none).all()
-
-
 def test_repeated_seeds() -> None:
     """A repeated seed counts once."""
     blocks = Blocks(2, 3, (8, 9), (3, 4))

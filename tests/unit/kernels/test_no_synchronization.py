@@ -40,7 +40,7 @@ def test_a_synchronization_is_detected() -> None:
 @pytest.mark.parametrize(("shape", "channel_dim"), SHAPES, ids=str)
 @pytest.mark.parametrize("normalize", ["batch", "sample", "expected", None])
 @pytest.mark.parametrize("per_channel", [True, False])
-@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.95, 1.0])
 def test_drop_block_forward_does_not_synchronize(
     shape: tuple[int, ...], channel_dim: int | None, normalize: str | None, per_channel: bool, p: float
 ) -> None:

@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 from hookdrop import Dropout, HookdropError, LayerError, ShapeError, find, inject
-from hookdrop.observe import grad_cam
+from hookdrop.observe import compare_cam, grad_cam
 from hookdrop.observe.cam import as_map
 from tests.support.models import Small, toy
+from tests.support.tensors import captured, scale_maps
 
 pytest.importorskip("pytorch_grad_cam")
-from tests.support.tensors import captured, scale_maps
 
 
 def reference_grad_cam(model: nn.Module, x: torch.Tensor, layer: str, classes: list[int]) -> torch.Tensor:
@@ -191,3 +191,22 @@ class TestErrors:
         with pytest.raises(HookdropError, match="pip install"):
             grad_cam(model, images, "layer2")
         assert model.training
+
+
+class TestCompareCam:
+    def test_default_target_is_the_class_that_the_second_model_predicts(self, images: torch.Tensor) -> None:
+        before, after = Small(), Small()
+        result = compare_cam(before, after, images, "layer2")
+        predicted = copy.deepcopy(after).eval()(images).argmax(1).tolist()
+        assert result.targets == predicted
+        assert torch.equal(result.before, grad_cam(before, images, "layer2", predicted))
+        assert torch.equal(result.after, grad_cam(after, images, "layer2", predicted))
+        assert before.training
+        assert after.training
+
+    def test_width_is_the_fraction_above_half(self, model: Small, images: torch.Tensor) -> None:
+        result = compare_cam(model, model, images, "layer2", 1)
+        assert torch.equal(result.wide_before, result.wide_after)
+        assert result.wide_after[2] == (result.after[2] > 0.5).sum() / 256
+        result.after = torch.ones(4, 16, 16)
+        assert repr(result).endswith(" above half before, 100.0% after>")

@@ -11,7 +11,6 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 from hookdrop import (
     ClipActivationGrad,
-    InjectionError,
     LinearSchedule,
     NoiseActivationGrad,
     Regularizer,
@@ -174,18 +173,6 @@ class TestScaleActivationGradFactor:
         assert drop.target_p == -1
         drop.target_p = 2
         assert [site.p for site in drop.sites] == [2.0, 0.5]
-
-    def test_sampling_with_another_factor(self) -> None:
-        """Active in eval mode, e.g. for a saliency map. A factor of 1 raises."""
-        model = Net().eval()
-        drop = inject(model, ScaleActivationGrad(0), layers="inner")
-        with drop.sampling():
-            assert not gradient(model).any()
-        with drop.sampling(p=-1):
-            assert torch.equal(gradient(model), -2 * G)
-        with pytest.raises(InjectionError), drop.sampling(p=1):
-            pass
-        assert torch.equal(gradient(model), 2 * G)
 
 
 class TestProbeAndMetrics:

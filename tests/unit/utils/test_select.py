@@ -114,22 +114,6 @@ def test_functions_and_expressions_get_the_names_of_the_wrapper_if_no_other_matc
 # --- each kind of entry
 
 
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        ("layer2.0.bn2", ["layer2.0.bn2"]),
-        ("layer2.*", ["layer2.0", "layer2.1"]),
-        ("layer2.*.bn[12]", ["layer2.0.bn1", "layer2.0.bn2", "layer2.1.bn1", "layer2.1.bn2"]),
-        ("**.bn2", ["layer1.0.bn2", "layer1.1.bn2", "layer2.0.bn2", "layer2.1.bn2"]),
-        ("**.conv1", ["conv1", "layer1.0.conv1", "layer1.1.conv1", "layer2.0.conv1", "layer2.1.conv1"]),
-        ("layer?.1.conv[!1]", ["layer1.1.conv2", "layer2.1.conv2"]),
-        ("*", ["conv1", "layer1", "layer2", "fc"]),
-    ],
-)
-def test_glob(model: Small, pattern: str, expected: list[str]) -> None:
-    assert names(model, pattern) == expected
-
-
 def test_classes_instances_and_predicates(model: Small) -> None:
     class Special(nn.Linear):
         pass
