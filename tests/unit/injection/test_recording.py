@@ -20,10 +20,12 @@ from hookdrop import (
     GaussianDropout,
     LayerError,
     LinearSchedule,
+    Rate,
     Regularizer,
     find,
     inject,
 )
+from hookdrop.regularizers import rate_of
 from tests.support.injections import layer
 from tests.support.models import Small
 
@@ -105,8 +107,9 @@ class Constant(Regularizer):
         return torch.full_like(x, 3)
 
 
-class ConstantWithoutDropping(Constant):
-    drops = False
+class ConstantNoise(Constant):
+    rate: Any = Rate("level", kind="noise")
+    level = 0.5
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ class ConstantWithoutDropping(Constant):
         (AlphaDropout(0.3), 0.3),
         (DropBlock(0.3, 3), 0.3),  # and not the zeros of the ReLU before it
         (Constant(), 1.0),
-        (ConstantWithoutDropping(), 0.0),
+        (ConstantNoise(), 0.0),
         (Dropout(1.0), 1.0),
     ],
     ids=repr,
@@ -128,7 +131,7 @@ def test_mask_is_true_except_where_the_regularizer_drops(regularizer: Regularize
         model(torch.randn(200, 10, 6, 6))
     assert (~r["0"].mask).float().mean() == pytest.approx(dropped, abs=0.03)
     assert r["0"].dropped == pytest.approx(m.totals.dropped) == pytest.approx(dropped, abs=0.03)
-    assert r["0"].p == getattr(regularizer, "p", None)
+    assert r["0"].p == rate_of(regularizer)
 
 
 def test_recording_at_the_input_of_a_layer() -> None:

@@ -24,14 +24,15 @@ def mean_and_error(maps: torch.Tensor) -> tuple[float, float]:
 
 
 SHAPES_AND_BLOCKS = [
-    ((28, 28), 7), ((14, 14), 7), ((7, 7), 3), ((8, 8), 7),
+    ((14, 14), 7),
     ((8, 8), 4),  # an even block
     ((7, 7), 7),  # covers the map
     ((5, 9), 7),  # larger than one axis
     ((4, 4), 99),  # larger than the map
     ((6, 17), (2, 5)),  # neither is square
-    ((40,), 5), ((6,), 8), ((6, 5, 7), 3), ((4, 8, 8), (1, 3, 5)),
-]  # fmt: skip
+    ((6,), 8),
+    ((4, 8, 8), (1, 3, 5)),
+]
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
