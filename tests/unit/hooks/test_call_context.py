@@ -14,26 +14,31 @@ from torch.utils.checkpoint import checkpoint
 
 from hookdrop import NEFTune, Regularizer, ShapeError, inject
 from hookdrop.regularizers.samples import SampleRows
-from tests.support.models import toy
 
 IDS = torch.arange(12).view(2, 6)
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]])
 ALL = torch.ones(2, 6, dtype=torch.bool)
 
 
-def token_model(m: Any, ids: Tensor, attention_mask: Any = None, fail: bool = False) -> Tensor:
+class TokenModel(nn.Module):
     """An embedding in a model that takes an attention mask, and may checkpoint the embedding."""
-    if fail:
-        raise RuntimeError
-    if not m.how:
-        return m.embed(ids)
-    scale = torch.ones((), requires_grad=True)  # a reentrant checkpoint needs an argument with a gradient
-    part = lambda ids, scale: (m.embed(ids) * scale).sin()  # noqa: E731
-    return checkpoint(part, ids, scale, use_reentrant=m.how == "reentrant")
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.embed, self.how = nn.Embedding(50, 16), how
+
+    def forward(self, ids: Tensor, attention_mask: Any = None, fail: bool = False) -> Tensor:
+        if fail:
+            raise RuntimeError
+        if not self.how:
+            return self.embed(ids)
+        scale = torch.ones((), requires_grad=True)  # a reentrant checkpoint needs an argument with a gradient
+        part = lambda ids, scale: (self.embed(ids) * scale).sin()  # noqa: E731
+        return checkpoint(part, ids, scale, use_reentrant=self.how == "reentrant")
 
 
-def masked(how: str = "") -> Any:
-    model = toy(token_model, embed=nn.Embedding(50, 16), how=how)
+def masked(how: str = "") -> TokenModel:
+    model = TokenModel(how)
     inject(model, NEFTune(5, attention_mask=True), layers="embed")
     return model
 
@@ -130,12 +135,17 @@ class Sees(Regularizer):
         return x
 
 
-def windowed() -> Any:
-    return toy(lambda m, x: m.inner(x.view(-1, 4)), inner=nn.Linear(4, 4))
+class Windowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.view(-1, 4))
 
 
 def test_the_number_of_samples_is_that_of_the_module_around() -> None:
-    model = windowed()
+    model = Windowed()
     drop = inject(model, Sees(samples=("", 0, False)), layers="inner")
     Sees.seen.clear()
     model(torch.zeros(3, 8))

@@ -91,7 +91,11 @@ def detaches_the_gradient(one: Any, x: Tensor, rate: Any) -> Tensor:
 
 zero, kept = Zeroing.regularize, Zeroing.kept
 MeanNotKept = broken("MeanNotKept", regularize=lambda one, x, rate: x * one.kept(x, rate).to(x.dtype))
-MixesSamples = broken("MixesSamples", regularize=lambda one, x, rate: zero(one, x, rate) + rate * (x - x.mean(0)))
+MixesSamples = broken(
+    "MixesSamples",
+    independent_samples=True,
+    regularize=lambda one, x, rate: zero(one, x, rate) + rate * (x - x.mean(0)),
+)
 Both = broken("Both", regularize=MeanNotKept.regularize, kept=lambda one, x, rate: kept(one, x, rate / 2))
 OneAxis = broken("OneAxis", axes="C")
 TOKENS = torch.randn(4, 12, 8, generator=torch.Generator().manual_seed(0))
