@@ -144,8 +144,6 @@ ACTIVATIONS = {name: case for name, case in EVERY.items() if "parameters" not in
 FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
 """The cases that change the forward output."""
 
-DRAWING = {name: case for name, case in FORWARD.items() if case.draws}
-"""The forward cases that draw random numbers."""
 
 SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not case.mixes}
 """The forward cases that have an effect on a batch of one."""
@@ -156,7 +154,6 @@ DERIVING = {name: case for name, case in ACTIVATIONS.items() if case.derives}
 REPRESENTATIVE = {name: EVERY[name] for name in ("Dropout", "DropBlock (sparse)", "DropPath", "LayerDrop", "ShakeDrop")}
 """One for each way to draw and to apply, for tests of what `hookdrop.testing` checks for all."""
 
-WITH_A_RATE = {name: case for name, case in EVERY.items() if case.has_rate}
 
 _OWN_GRADIENT = "parts of it are constants for the gradient"
 LACKS: dict[str, dict[str, str]] = {
