@@ -9,13 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import (
-    ClipActivationGrad,
-    LinearSchedule,
-    NoiseActivationGrad,
-    ScaleActivationGrad,
-    inject,
-)
+from hookdrop import ClipActivationGrad, LinearSchedule, NoiseActivationGrad, ScaleActivationGrad, inject
 from tests.support.compiling import graphs
 from tests.support.gradient_edits import CASES, NON_FINITE, G, Net, gradient
 

@@ -344,9 +344,7 @@ def test_asynchronous_saves_and_conversions_keep_the_state(two_ranks: tuple[Path
 
 
 @WITHOUT_PROCESS_GROUP
-def test_a_checkpoint_of_other_sites_raises_and_changes_nothing(
-    two_ranks: tuple[Path, Results],
-) -> None:
+def test_a_checkpoint_of_other_sites_raises_and_changes_nothing(two_ranks: tuple[Path, Results]) -> None:
     net = Net()
     drop = inject(net, DropBlock(0.4, 3), layers=["stem", "blocks.0.norm"], schedule=LinearSchedule(10))
     with pytest.raises(

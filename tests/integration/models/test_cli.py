@@ -134,8 +134,7 @@ def test_input_size_that_the_model_rejects_is_an_error(run_error: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "library"),
-    [("resnet18", "timm"), ("timm:resnet18", "timm"), ("torchvision:resnet18", "torchvision")],
+    ("name", "library"), [("resnet18", "timm"), ("timm:resnet18", "timm"), ("torchvision:resnet18", "torchvision")]
 )
 def test_name_in_both_libraries_selects_timm_by_default(run: Any, name: str, library: str) -> None:
     title, *rest = run("layers", name)

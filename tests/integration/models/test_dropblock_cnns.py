@@ -283,10 +283,7 @@ class with_timms_module(timm_dropblock):
 class TestTimmsDropBlock:
     """`drop_block_rate=` of timm, with timm's module, under the same seed."""
 
-    @pytest.mark.parametrize(
-        "name",
-        ["resnet18", "res2net50_26w_4s", "skresnet18", "resnest14d", "gcresnext26ts"],
-    )
+    @pytest.mark.parametrize("name", ["resnet18", "res2net50_26w_4s", "skresnet18", "resnest14d", "gcresnext26ts"])
     def test_outputs_and_gradients_match_timm(self, name: str) -> None:
         torch.manual_seed(0)
         native = randomize_norms(timm.create_model(name, drop_block_rate=0.3, num_classes=5))

@@ -171,11 +171,7 @@ FAMILIES |= {
         10,
         (1, 32, 32),
     ),
-    "MONAI 2d: SegResNet": (
-        monai("SegResNet", 2, 8, 1, 3, blocks_down=(1, 1, 1), blocks_up=(1, 1)),
-        10,
-        (1, 32, 32),
-    ),
+    "MONAI 2d: SegResNet": (monai("SegResNet", 2, 8, 1, 3, blocks_down=(1, 1, 1), blocks_up=(1, 1)), 10, (1, 32, 32)),
     "MONAI 2d: AttentionUnet": (monai("AttentionUnet", 2, 1, 3, (8, 16, 16), (2, 2)), 10, (1, 32, 32)),
 }
 

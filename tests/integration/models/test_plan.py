@@ -9,14 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    Dropout,
-    DropPath,
-    HookdropWarning,
-    LayerError,
-    inject,
-    plan,
-)
+from hookdrop import Dropout, DropPath, HookdropWarning, LayerError, inject, plan
 from tests.support.models import from_timm, from_torchvision
 
 

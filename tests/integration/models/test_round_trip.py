@@ -10,15 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    Dropout1d,
-    Dropout2d,
-    HookdropWarning,
-    inject,
-    without_hooks,
-)
+from hookdrop import DropBlock, Dropout, Dropout1d, Dropout2d, HookdropWarning, inject, without_hooks
 from hookdrop.survey.isolation import call
 from hookdrop.utils.tensor_tree import tensors
 from tests.support.models import from_timm, from_torchvision

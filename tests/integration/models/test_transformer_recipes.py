@@ -320,11 +320,7 @@ def vit_with(name: str, **settings: Any) -> Callable[[], nn.Module]:
 
 PATCHES: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
     "timm vit": (lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64), "pos_drop", 1),
-    "timm registers": (
-        lambda: timm.create_model("vit_small_patch14_reg4_dinov2", depth=2, img_size=56),
-        "pos_drop",
-        5,
-    ),
+    "timm registers": (lambda: timm.create_model("vit_small_patch14_reg4_dinov2", depth=2, img_size=56), "pos_drop", 5),
     "torchvision": (lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64), "encoder.dropout", 1),
     "DeiT": (vit_with("DeiT"), "deit.embeddings", 2),
     "Siglip": (vit_with("Siglip"), "embeddings", 0),

@@ -18,12 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("lightning")
 import lightning
-from lightning.pytorch.callbacks import (
-    LearningRateFinder,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 

@@ -12,12 +12,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from transformers import (
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from hookdrop import HookdropWarning, InjectionError, InjectionSpec, LinearSchedule, StateError, find
@@ -194,10 +189,7 @@ class TestResume:
         callbacks = [InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING)]
         resumed = trainer(tmp_path, *callbacks, **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        assert [drop.name for callback in callbacks for drop in callback.injection] == [
-            "residual_dropout",
-            "embedding",
-        ]
+        assert [drop.name for callback in callbacks for drop in callback.injection] == ["residual_dropout", "embedding"]
         assert [drop.step_count for callback in callbacks for drop in callback.injection] == [7, 7]
 
     def test_a_removed_callback_places_nothing(self, tmp_path: Path) -> None:
