@@ -1,7 +1,6 @@
 """Several ranks: DDP, FSDP2, tensor parallelism, sharded checkpoints, and seeds.
 
-torchrun starts the programs in `tests/integration/distributed/programs/`; each rank writes its results to a file, which the tests
-here read.
+Each rank of a program in `tests/integration/distributed/programs/` writes its results to a file, which the tests here read.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ from hookdrop import (
     seed_per_rank,
 )
 from tests.integration.distributed.programs.nets import Net, output
-from tests.support.programs import ROOT, locked_folder, run_python
+from tests.support.programs import ROOT, locked_folder
+from tests.support.ranks import run_ranks
 
 PROGRAMS = ROOT / "tests" / "integration" / "distributed" / "programs"
 
@@ -49,7 +49,7 @@ def run_program(folder: Path, program: str, *arguments: object, ranks: int) -> R
     """The results of a program; it runs once."""
     files = [folder / f"rank{rank}.json" for rank in range(ranks)]
     if not files[0].exists():
-        run_python(PROGRAMS / f"{program}.py", folder, *arguments, ranks=ranks)
+        run_ranks(PROGRAMS / f"{program}.py", folder, *arguments, ranks=ranks)
     return [json.loads(file.read_text()) for file in files]
 
 
