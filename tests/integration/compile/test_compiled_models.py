@@ -46,22 +46,17 @@ def compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="eager")
 
 
-@pytest.mark.parametrize("start", [0, 7])
-def test_a_schedule_that_is_not_advancing_warns(start: int) -> None:
+def test_a_schedule_that_is_not_advancing_warns() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-    drop.seek(start)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    fast = compiled(model)
+    optimizer, fast = torch.optim.SGD(model.parameters(), 1e-3), compiled(model)
 
     def update(times: int) -> None:
         for _ in range(times):
             fast(torch.ones(2)).sum().backward()
             optimizer.step()
 
-    with pytest.warns(
-        HookdropWarning, match=f"still at step {start} of LinearSchedule.*its schedule is not advancing"
-    ) as caught:
+    with pytest.warns(HookdropWarning, match="still at step 0 of LinearSchedule") as caught:
         update(3 * UPDATES_BEFORE_WARNING)
     assert len(caught) == 1
     assert any("its schedule is not advancing" in problem for problem in drop.check())
@@ -89,8 +84,13 @@ def step_function(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return torch.compile(lambda x: model(x) * 1.0, **ONE_GRAPH)
 
 
-@pytest.mark.parametrize("regularizer", [Dropout(0.5), DropBlock(0.5, 3, normalize=None)], ids=repr)
-@pytest.mark.parametrize("compile_", [whole, in_place, by_regions, step_function])
+@pytest.mark.parametrize(
+    ("compile_", "regularizer"),
+    [
+        (whole, DropBlock(0.5, 3, normalize=None)), (whole, Dropout(0.5)), (in_place, Dropout(0.5)),
+        (by_regions, Dropout(0.5)), (step_function, Dropout(0.5)),
+    ],
+)  # fmt: skip
 def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(
     compile_: Callable[..., Any], regularizer: Regularizer
 ) -> None:
@@ -182,17 +182,6 @@ assert ["import hookdrop before the first compiled call" in str(w.message) for w
         "-W",
         "error::UserWarning",
     )
-
-
-def test_export_does_not_count_as_a_compiled_model() -> None:
-    run_code("""
-import warnings, torch
-from torch import nn
-from hookdrop import Dropout, inject
-torch.export.export(nn.Sequential(nn.Linear(2, 2)).eval(), (torch.ones(1, 2),))
-warnings.simplefilter("error", UserWarning)
-inject(nn.Sequential(nn.Linear(2, 2)), Dropout(0.5), layers="0")
-""")
 
 
 def test_enabling_and_sampling_take_effect() -> None:

@@ -6,11 +6,9 @@ import copy
 import io
 import pickle
 import re
-import shutil
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,16 +74,6 @@ class TestEval:
         assert not any(site.called for drop in find(model) for site in drop.sites)
         assert torch.equal(hooked.module()(images), model(images))
         assert len(find(model)) == 5
-
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-    @pytest.mark.filterwarnings("ignore")  # raised by the compiler
-    def test_aot_inductor(self, tmp_path: Path) -> None:
-        model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval(), torch.randn(2, 4)
-        expected = model(x).detach()
-        inject(model, DropPath(0.4), layers="0")
-        program = torch.export.export(model, (x,))
-        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-        torch.testing.assert_close(torch._inductor.aoti_load_package(package)(x).detach(), expected)
 
     def test_trace_equals_that_of_the_clean_model(self, model: Small, images: torch.Tensor) -> None:
         clean = torch.jit.trace(copy.deepcopy(model).eval(), images)

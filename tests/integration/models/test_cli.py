@@ -233,17 +233,15 @@ def test_a_recipe_takes_the_same_options(run: Any, run_error: Any) -> None:
 # extras and usage
 
 
-@pytest.mark.parametrize(("lines", "options"), [(1, ["--layers=**"]), (0, ["--layers=fc"])])
-def test_closed_pipe_causes_no_traceback(lines: int, options: list[str]) -> None:
-    command = [sys.executable, "-m", "hookdrop", "layers", "resnet18", *options]
+def test_closed_pipe_causes_no_traceback() -> None:
+    command = [sys.executable, "-m", "hookdrop", "layers", "resnet18", "--layers=**"]
     # The smallest pipe: a long list does not fit, so writing to the closed pipe fails.
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, pipesize=4096) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        read = [process.stdout.readline() for _ in range(lines)]
+        assert process.stdout.readline().startswith("resnet18 from timm")
         process.stdout.close()
         assert process.stderr.read() == ""
-    assert all(line.startswith("resnet18 from timm") for line in read)
 
 
 def test_missing_extra_prints_the_install_command(run_error: Any, monkeypatch: pytest.MonkeyPatch) -> None:
