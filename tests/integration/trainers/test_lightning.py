@@ -248,7 +248,7 @@ class Logits(Classifier):
 
 def test_compiled_models_drop_at_the_rates_of_the_schedule() -> None:
     late = InjectionSpec("Dropout(p=0.5)", layers="model.4", schedule="LateSchedule(cutoff=6)")
-    trainer(InjectionCallback(late)).fit(torch.compile(module := Logits(), backend="aot_eager"), data())
+    trainer(InjectionCallback(late)).fit(torch.compile(module := Logits(), backend="eager"), data())
     zeros = torch.stack(module.rates)
     assert zeros[:6].max() == 0
     assert zeros[6:].mean() == pytest.approx(0.5, abs=0.2)  # of 72 logits: the standard deviation is .06

@@ -218,7 +218,7 @@ def test_a_compiled_model_drops_at_the_rates_of_the_schedule(tmp_path: Path) -> 
             largest.append(model.get_parameter("model.layers.1.mlp.down_proj.weight").grad.abs().max().item())
 
     late = InjectionSpec("Dropout(p=1.0)", layers="**.mlp", schedule="LateSchedule(cutoff=4)")
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     trainer(tmp_path, InjectionCallback(late), Gradients(), **compiled).train()
     assert min(largest[:4]) > 0
     assert largest[4:] == [0.0] * 4
