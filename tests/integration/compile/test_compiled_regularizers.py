@@ -181,21 +181,21 @@ def test_extreme_rates_and_low_precision(p: float, dtype: torch.dtype) -> None:
         assert measured_rate(name, y) == pytest.approx(p, abs=error), name
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_memory_format_is_kept(memory_format: torch.memory_format) -> None:
+def test_memory_format_is_kept() -> None:
     names = [name for name in TEXTS if input_of(name).dim() == 4]
     model, _ = hooked(names)
-    inputs = {name: input_of(name).contiguous(memory_format=memory_format) for name in names}
+    inputs = {name: input_of(name).contiguous(memory_format=torch.channels_last) for name in names}
     for name, y in compiled(model)(inputs).items():
-        assert y.is_contiguous(memory_format=memory_format), name
+        assert y.is_contiguous(memory_format=torch.channels_last), name
 
 
 def test_dynamic_shapes() -> None:
     """With `dynamic=True` and changing sizes, the rates stay right."""
-    model, _ = hooked(TEXTS)
+    names = [*FEW, "Cutout", "HeadDropout", "NEFTune", "TokenDropout"]
+    model, _ = hooked(names)
     fast = compiled(model, dynamic=True)
     for batch in (57, 48):  # not 64, the number of channels, which PyTorch would take for the same size
-        inputs = {name: input_of(name) for name in TEXTS}
+        inputs = {name: input_of(name) for name in names}
         for name, y in fast({name: x[: len(x) * batch // 64] for name, x in inputs.items()}).items():
             assert measured_rate(name, y) == pytest.approx(0.4, abs=1.5 * bound(name)), name
     assert graphs() == 1

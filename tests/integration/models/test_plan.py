@@ -15,7 +15,7 @@ from tests.support.models import from_timm
 
 def test_drop_path_on_a_whole_block_warns() -> None:
     """It would drop the skip connection with the branch."""
-    vit, resnet = from_timm("vit_tiny_patch16_224", **NARROW)(), from_timm("resnet10t")()
+    vit, resnet = from_timm("vit_tiny_patch16_224", **NARROW)(), from_timm("resnet18", channels=(8,) * 4)()
     for model, blocks, branches in ((vit, "blocks.*", "blocks.*.[am]*"), (resnet, "layer2.*", "layer?.*.bn2")):
         (text,) = plan(model, DropPath(0.1), layers=blocks, example_input=square(32)).warnings
         assert "the output includes the input" in text
