@@ -54,19 +54,6 @@ def pre_activation(b: Any, x: Tensor, drop: Drop) -> Tensor:
     return drop(b.conv2(drop(b.norm2(b.conv1(x))))) + skip
 
 
-def res2net(b: Any, x: Tensor, drop: Drop) -> Tensor:
-    skip = drop(x) if b.downsample is None else x
-    x = F.relu(drop(b.bn1(b.conv1(x))))
-    outs: list[Tensor] = []
-    for part, conv, norm in zip(torch.split(x, b.width, 1), b.convs, b.bns, strict=False):
-        part = part if b.is_first or not outs else outs[-1] + part
-        outs.append(F.relu(drop(norm(conv(part.contiguous())))))
-    last = torch.split(x, b.width, 1)[-1]
-    x = torch.cat([*outs, b.pool(last) if b.is_first else last], 1)
-    x = drop(b.bn3(b.conv3(x)))
-    return F.relu(x + (skip if b.downsample is None else drop(b.downsample(skip))))
-
-
 def transformers_resnet(b: Any, x: Tensor, drop: Drop) -> Tensor:
     skip = x
     for part in b.layer:
@@ -97,9 +84,6 @@ CNNS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], str, str]]
     ),
     "ResNetV2 of timm": (
         from_timm("resnetv2_18", num_classes=5), pre_activation, r"stages\.2\.blocks\.\d", r"stages\.3\.blocks\.\d",
-    ),
-    "Res2Net of timm": (
-        from_timm("res2net50_26w_4s", num_classes=5, **SMALL, layers=(1, 1, 2, 2)), res2net, r"layer3\.\d", r"layer4\.\d",
     ),
     "ResNet of transformers": (
         Logits, transformers_resnet,

@@ -90,16 +90,6 @@ class TestNEFTune:
         assert torch.equal(masks[0], MASK == 1)
         assert torch.equal(masks[1], MASK[:, :5] == 1)
 
-    def test_works_under_peft(self) -> None:
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-        model.train()
-        drop = inject(model, neftune(attention_mask=True))
-        with drop.recording() as recording:
-            run(model)
-        record = recording[drop.sites[0].name]
-        assert torch.equal((record.before != record.after).any(-1), MASK == 1)
-
     def test_transformers_own_neftune_at_the_same_time_raises(self) -> None:
         from transformers.integrations.neftune import activate_neftune
 
@@ -287,14 +277,6 @@ class TestHeadDropout:
         with pytest.raises(LayerError, match="it computes its projection without calling"):
             inject(make(), head_dropout(), example_input=torch.randn(1, 3, 32, 32))
 
-    def test_under_peft_with_an_adapted_projection(self) -> None:
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["o_proj"], task_type="CAUSAL_LM"))
-        drop = inject(model.train(), head_dropout(p=0.3), example_input={"input_ids": IDS})
-        run(model)
-        assert [site.name.rpartition(".")[2] for site in drop.sites] == ["o_proj"] * 2
-        assert all(site.called for site in drop.sites)
-
 
 class TestSamplesInWindows:
     @pytest.mark.parametrize("recipe", [head_dropout(p=0.5), DropPath(0.5)])
@@ -443,6 +425,20 @@ def test_recipes_are_part_of_a_compiled_graph() -> None:
     find(model)["neftune"].remove()
     losses = [fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item() for _ in range(20)]
     assert 1 < len({round(loss, 5) for loss in losses}) <= 4, "two layers, each dropped or not"
+
+
+def test_recipes_find_their_sites_under_peft() -> None:
+    """Also with an adapter around the projection that head_dropout hooks."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["o_proj"], task_type="CAUSAL_LM")).train()
+    noise = inject(model, neftune(attention_mask=True))
+    heads = inject(model, head_dropout(p=0.3), example_input={"input_ids": IDS})
+    with noise.recording() as recording:
+        run(model)
+    record = recording[noise.sites[0].name]
+    assert torch.equal((record.before != record.after).any(-1), MASK == 1)
+    assert [site.name.rpartition(".")[2] for site in heads.sites] == ["o_proj"] * 2
+    assert all(site.called for site in heads.sites)
 
 
 def test_three_recipes_on_one_llama_leave_nothing_behind() -> None:
