@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +20,6 @@ def images(size: int = 64) -> torch.Tensor:
     return torch.randn(2, 3, size, size)
 
 
-def detection_input() -> tuple[Any, Any]:
-    boxes = torch.tensor([[4.0, 4.0, 40.0, 40.0]])
-    target = {"boxes": boxes, "labels": torch.tensor([1])}
-    return [torch.rand(3, 64, 64)] * 2, [dict(target), dict(target)]
-
-
 def ids() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(99, (2, 12))}
 
@@ -38,14 +31,10 @@ CASES = {
         lambda: images(32), DropBlock(0.3, 3, channel_dim=-1), "layers.*.blocks.*.attn",
     ),
     "torchvision mobilenet_v3_small": (from_torchvision("mobilenet_v3_small"), images, Dropout2d(0.3), "features.*"),
-    "detection": (
-        from_torchvision("fasterrcnn_mobilenet_v3_large_320_fpn", weights_backbone=None), detection_input,
-        DropBlock(0.3, 3), "backbone.fpn.layer_blocks.*",
-    ),
     "LSTM": (lambda: nn.LSTM(6, 8, 2), lambda: torch.randn(5, 3, 6), Dropout1d(0.3), nn.LSTM),
     "transformers decoder": (llama, ids, Dropout(0.3), ["**.self_attn", "**.mlp"]),
 }  # fmt: skip
-"""One for each kind of input and output; `benchmarks/zoo.py` makes such a round trip with each family of timm."""
+"""`benchmarks/zoo.py` makes such a round trip with each family of timm; those of detectors are in test_dropblock_detector.py."""
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -416,14 +416,14 @@ def test_recipes_are_part_of_a_compiled_graph() -> None:
     model = llama()
     inject(model, neftune(attention_mask=True))
     inject(model, layer_drop(p=0.5))
-    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    fast = torch.compile(model, backend="eager", fullgraph=True)
     losses = []
-    for seed in range(20):
+    for seed in range(12):
         torch.manual_seed(seed)
         losses.append(fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item())
-    assert len(set(losses)) == 20, "each draws other noise"
+    assert len(set(losses)) == 12, "each draws other noise"
     find(model)["neftune"].remove()
-    losses = [fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item() for _ in range(20)]
+    losses = [fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item() for _ in range(12)]
     assert 1 < len({round(loss, 5) for loss in losses}) <= 4, "two layers, each dropped or not"
 
 
