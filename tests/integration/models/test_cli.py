@@ -121,7 +121,7 @@ def test_input_size_overrides_the_default(run: Any, size: str, shape: str) -> No
 @pytest.mark.parametrize(
     ("name", "size", "text"),
     [("resnet18", size, "the input size") for size in ("big", "0", "64x", "-64", "1x3x64x64")]
-    + [("test_vit", "64", "Input height (64) doesn't match")],
+    + [("vit_tiny_patch16_224", "64", "Input height (64) doesn't match")],
 )
 def test_invalid_input_size_is_an_error(run_error: Any, name: str, size: str, text: str) -> None:
     assert text in run_error("layers", name, f"--input-size={size}")
