@@ -27,9 +27,8 @@ from hookdrop import recipes
 from hookdrop.recipes import Recipe
 from models import catalog
 from models.catalog import Trial
-from models.check import Check, NotRunnable
-from models.sites import BLOCK, P
-from report import Sweep
+from models.check import BLOCK, Check, NotRunnable, P
+from sweep import Sweep
 
 MARGIN = 1.5 * sweep.GIB
 """For activations, the interpreter and its libraries."""
@@ -43,7 +42,7 @@ ABOUT = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the models of this shard; return 1 if a model failed or crashed."""
+    """Check the models; return 1 if a model failed or crashed."""
     options = parse_options(argv)
     title = f"{options.recipe} in timm and torchvision" if options.recipe else "Every timm and torchvision model"
     command = f"python benchmarks/zoo.py{f' --recipe {options.recipe}' if options.recipe else ''}"
@@ -91,11 +90,7 @@ def training_bytes(model: nn.Module) -> float:
 
 
 def check_first_runnable(trials: Iterator[Trial], device: str, recipe: Recipe | None = None) -> dict[str, Any]:
-    """Check the first trial that runs without hookdrop.
-
-    Raises:
-        NotRunnable: there is none.
-    """
+    """Check the first trial that runs without hookdrop."""
     reason = "the model accepts no input size that was tried"
     for trial in trials:
         if recipe is not None and (refusal := refusal_of(recipe, trial)):

@@ -68,11 +68,7 @@ def _inject(behavior: Behavior, recipe: Recipe, runs: Sequence[Run]) -> tuple[Pl
 
 
 def check_depth(model: nn.Module, planned: Planned) -> Record:
-    """Check that the sites are the ends of all branches, and that a warning names all other layers.
-
-    Raises:
-        CheckFailed: a site is not the end of a branch, or no warning names a layer without sites.
-    """
+    """Check that the sites are the ends of all branches, and that a warning names all other layers."""
     blocks: dict[str, list[str]] = {}
     rows, inner, warnings = [], set(), []
     for run, plan in planned:
