@@ -12,6 +12,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from machine import format_machine, machine_info
 
@@ -35,7 +36,8 @@ def say(console: Console, text: str) -> None:
 
 def new_table(title: str, *columns: str) -> Table:
     """Create a table whose first column is left-aligned and whose others are right-aligned."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=title, title_justify="left")
+    heading = Text(title, no_wrap=True, overflow="ignore", style="table.title")  # it may be wider than the table
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=heading, title_justify="left")
     for i, column in enumerate(columns):
         shown.add_column(column, justify="right" if i else "left", no_wrap=True)
     return shown

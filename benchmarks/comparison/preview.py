@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -86,71 +86,37 @@ def _text(where: str, error: Exception) -> str:
     return text.removesuffix("\nNo hook was placed; the model is unchanged.")
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Runs that can be trained in parallel; the next batch depends on their results."""
-
-    title: str
-    seconds: Sequence[float]  # the estimated duration of each missing run
-    done: int = 0  # runs already in the store
-
-    def __str__(self) -> str:
-        each = f", {statistics.fmean(self.seconds):.1f} s each" if self.seconds else ""
-        return f"{self.title}: {len(self.seconds)} to train{each}; {self.done} in the store"
-
-
-def batches(study: Study, store: Store) -> list[Batch]:
-    """The tuning and the final runs, with the median duration of finished runs of the arm, or an estimate."""
-    known, measured, of_arm = store.records(), dict[str, float](), dict[tuple[str, str], list[float]]()
-    for record in known.values():
-        if record.done:
-            run = Run.model_validate(record.spec)
-            of_arm.setdefault((_kind(run), run.arm.name), []).append(record.seconds)
-
-    def seconds(run: Run) -> float:
-        if times := of_arm.get((_kind(run), run.arm.name)):
-            return statistics.median(times)
-        if _kind(run) not in measured:
-            measured[_kind(run)] = estimate_seconds(run.model_copy(update={"arm": NONE, "compile": False}))
-        return measured[_kind(run)]
-
-    def batch(title: str, runs: Sequence[Run]) -> Batch:
-        wanted = {run.key: run for run in runs}
-        missing = [run for key, run in wanted.items() if key not in known]
-        return Batch(title, [seconds(run) for run in missing], len(wanted) - len(missing))
-
-    tuning = [run for search in study.searches().values() for run in search.runs()]
-    finals = [run for entry in study.entries({}) for run in entry.runs.values()]
-    return [*([batch("tuning runs", tuning)] if tuning else []), batch("final runs", finals)]
-
-
 def outlook(study: Study, store: Store, workers: int) -> str:
     """How many runs are missing, how long they take, and which differences this number of pairs can show.
 
-    A batch starts workers, and lasts as long as its longest run or longer.
+    Tuning and final runs start workers, and last as long as their longest run or longer.
     """
-    jobs, pairs = batches(study, store), study.config.seeds
-    compared = sum(arm.kind not in ("none", "probe") for arm in study.arms)
-    lasting = (max(*batch.seconds, sum(batch.seconds) / workers, 0.0) for batch in jobs if batch.seconds)
-    minutes = (study.config.timing + sum(START_SECONDS + seconds for seconds in lasting)) / 60
-    runs, smallest = sum(len(batch.seconds) for batch in jobs), min(1.0, compared * smallest_p(pairs))
-    found = "\n".join(
-        [
-            *map(str, jobs),
-            f"{plural(runs, 'run')} to train, about {minutes:.0f} minutes with {plural(workers, 'worker')}.",
-            f"{plural(pairs, 'pair')} detect differences of {detectable(pairs):.2g} standard deviations of the paired "
-            f"differences with 80 % power: {detectable(pairs):.2g} points of accuracy if the pairs vary by 1 point. "
-            f"The smallest p after Holm's correction over {plural(compared, 'arm')} is {smallest:.2g}.",
-        ]
+    known, measured, lines = store.records(), dict[str, float](), list[str]()
+    tuning = [run for search in study.searches().values() for run in search.runs()]
+    finals = [run for entry in study.entries({}) for run in entry.runs.values()]
+    minutes = study.config.timing / 60
+    for title, runs in (("tuning runs", tuning), ("final runs", finals)):
+        wanted = {run.key: run for run in runs}
+        missing = [run for key, run in wanted.items() if key not in known]
+        for run in missing:
+            if run.cell not in measured:
+                measured[run.cell] = estimate_seconds(run.model_copy(update={"arm": NONE, "compile": False}))
+        seconds = [measured[run.cell] for run in missing]
+        minutes += (START_SECONDS + max(*seconds, sum(seconds) / workers, 0.0)) / 60 if seconds else 0.0
+        each = f", {statistics.fmean(seconds):.1f} s each" if seconds else ""
+        lines += [f"{title}: {len(missing)} to train{each}; {len(wanted) - len(missing)} in the store"] if runs else []
+    lines.append(f"About {minutes:.0f} minutes with {plural(workers, 'worker')}.")
+    pairs, arms = study.config.seeds, sum(arm.kind not in ("none", "probe") for arm in study.arms)
+    smallest = min(1.0, arms * smallest_p(pairs))
+    lines.append(
+        f"{plural(pairs, 'pair')} detect differences of {detectable(pairs):.2g} standard deviations of the paired "
+        f"differences with 80 % power: {detectable(pairs):.2g} points of accuracy if the pairs vary by 1 point. The "
+        f"smallest p after Holm's correction over {plural(arms, 'arm')} is {smallest:.2g}."
     )
     if smallest > LEVEL:
-        needed = next(more for more in range(pairs, 100) if compared * smallest_p(more) <= LEVEL)
-        found += f" No difference can be significant at 5 %: use --seeds {needed} or more."
-    return found
-
-
-def _kind(run: Run) -> str:
-    return f"{run.cell}, {run.epochs} epochs, {run.max_steps}"
+        needed = next(more for more in range(pairs, 100) if arms * smallest_p(more) <= LEVEL)
+        lines.append(f"No difference can be significant at 5 %: use --seeds {needed} or more.")
+    return "\n".join(lines)
 
 
 def estimate_seconds(run: Run) -> float:

@@ -10,7 +10,6 @@ import copy
 import gc
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,12 @@ import pytest
 import torch
 from torch import nn
 
+import overhead
 from hookdrop import Dropout, LateSchedule, inject, plan
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.injection.verbs import place
+from program import make_console
 from tests.support.models import Small
-
-pytest.importorskip("timm")
-pytest.importorskip("torchvision")
-pytest.importorskip("rich")
-pytest.importorskip("resource")
-import overhead
-from overhead import Row
-from terminal import make_console
 from timing import Samples
 
 MAX_CALLS = 20
@@ -74,20 +67,14 @@ def test_every_part_is_printed_and_written(tmp_path: Path, capsys: pytest.Captur
     assert list(results) == ["machine", "settings", *overhead.PARTS]
     assert results["machine"]["cpu"] in text
     assert results["settings"]["rounds"] == 3
-    assert "the verdicts are not reliable" in text
+    assert "the numbers are not reliable" in text
     assert "…" not in text
     assert "\x1b" not in text
-    bounds = Counter()
     for part, (title, _, _) in overhead.ROWS.items():
         assert title in text
         for label, row in results[part]["rows"].items():
             assert label in text
             assert row["low"] <= row["median"] <= row["high"]
-            bounds[part, row["must"]] += 1
-    required = {key: count for key, count in bounds.items() if key[1] is not None}
-    assert required == {
-        ("forward", 1.005): 2, ("call", 2.0): 4, ("sites", 150.0): 1, ("plan", 10.0): 10, ("step", 2.5): 3
-    }  # fmt: skip
 
 
 def run_without_timing(monkeypatch: pytest.MonkeyPatch, seen: list[str]) -> dict[str, list[str]]:
@@ -146,11 +133,11 @@ class TestComparedModels:
 
         monkeypatch.setattr(SiteHook, "__call__", slow)
         after = overhead.call(OPTIONS, make_console())
-        assert before["another module without a hook"].values == [0.0]
-        assert before["an empty function as hook"].values[0] >= 1.0
-        for name, row in before.items():
+        assert before["another module without a hook"] == [0.0]
+        assert before["an empty function as hook"][0] >= 1.0
+        for name, values in before.items():
             more = 3.0 if name.startswith("hookdrop") else 0.0
-            assert after[name].values[0] - row.values[0] == pytest.approx(more), name
+            assert after[name][0] - values[0] == pytest.approx(more), name
 
     def test_step_seek_and_follow_update_all_sites(self, monkeypatch: pytest.MonkeyPatch) -> None:
         sites: list[str] = []
@@ -168,32 +155,14 @@ class TestComparedModels:
 
 
 class TestRows:
-    @pytest.mark.parametrize(
-        ("low", "high", "must", "verdict"),
-        [
-            (0.9, 1.0, 1.0, "met"),
-            (0.9, 1.1, 1.0, "inconclusive"),
-            (1.0, 1.1, 1.0, "inconclusive"),
-            (1.01, 1.1, 1.0, "missed"),
-            (1.01, 1.1, None, "-"),
-        ],
-    )
-    def test_verdict_depends_on_the_interval(self, low: float, high: float, must: float | None, verdict: str) -> None:
-        assert overhead.judge(low, high, must) == verdict
-
     def test_interval_covers_the_median_in_95_percent_of_samples(self) -> None:
-        samples = torch.randn(200, 40).exp().tolist()
-        inside = sum(found["low"] <= 1.0 <= found["high"] for found in (Row(values).numbers() for values in samples))
-        assert 180 <= inside <= 199
+        found = [overhead.interval(values) for values in torch.randn(200, 40).exp().tolist()]
+        assert 180 <= sum(one["low"] <= 1.0 <= one["high"] for one in found) <= 199
 
     def test_only_rounds_with_both_jobs_are_compared(self) -> None:
         samples = {"a": Samples({0: 2.0, 3: 9.0}), "b": Samples({0: 1.0, 1: 100.0, 3: 3.0})}
-        assert overhead._ratio(samples, "a", "b", 1.5) == ([2.0, 3.0], 1.5)
-        assert overhead._added(samples, "a", "b", 10.0, None) == ([10.0, 60.0], None)
-
-    def test_a_slower_forward_misses_the_bound(self) -> None:
-        for factor, verdict in ((1.001, "met"), (1.01, "missed")):
-            assert Row([factor] * 50, overhead.FORWARD_MAX).numbers()["verdict"] == verdict
+        assert overhead.compared(samples, "a", "b") == [2.0, 3.0]
+        assert overhead.compared(samples, "a", "b", 10.0) == [10.0, 60.0]
 
 
 class TestHookOverhead:

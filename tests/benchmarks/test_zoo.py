@@ -10,29 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 
 import hookdrop
+import zoo
 from hookdrop import Injection, functional
 from hookdrop.hooks.hook import SiteHook
-from tests.support.models import Small
-
-pytest.importorskip("timm")
-pytest.importorskip("torchvision")
-pytest.importorskip("rich")
-pytest.importorskip("pebble")
-pytest.importorskip("resource")
-
-import timm
-
-import zoo
 from models import catalog
 from models.catalog import Example, Trial
-from models.check import Check, CheckFailed, NotRunnable
+from models.check import Check, CheckFailed, NotRunnable, choose_regularizers
 from models.footprint import bit_equal, fingerprint
-from models.sites import choose_regularizers
 from models.weights import quick_weights
+from tests.support.models import Small
 
 # One model for each kind of block, arguments or outputs.
 SAMPLE = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -140,12 +141,9 @@ def minimum_detectable(values: ArrayLike) -> float | None:
 
 def pairs_for_half(pairs: int) -> int:
     """The number of pairs that halves `minimum_detectable` at the same spread, given `pairs` (at least 2)."""
-    target = detectable(pairs) / 2
-    low, high = pairs, 8 * pairs
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if detectable(middle) <= target else (middle, high)
-    return high
+    return pairs + bisect_left(
+        range(pairs, 8 * pairs), True, key=lambda count: detectable(count) <= detectable(pairs) / 2
+    )
 
 
 def detectable(pairs: int) -> float:

@@ -42,7 +42,7 @@ def changes(model: nn.Module, drop: hookdrop.Injection, x: Tensor, before: Footp
         f"{what} with hooks {how}"
         for how, bare in (("disabled", disabled), ("removed", removed))
         for what in hooked
-        if not _same(hooked[what], bare[what])
+        if hooked[what] != bare[what]
     ]
     if any(state["footprint"] != before for state in (hooked, disabled, removed)):
         found.append("class, repr or state_dict keys of the original model")
@@ -53,12 +53,5 @@ def changes(model: nn.Module, drop: hookdrop.Injection, x: Tensor, before: Footp
 
 @torch.no_grad()
 def _observed(model: nn.Module, x: Tensor) -> dict[str, Any]:
-    output = model.eval()(x)
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    return {"footprint": footprint(model), "state_dict": state, "eval output": {"": output}}
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
-    return bool(a == b)
+    output, state = digest([model.eval()(x)]), digest(model.state_dict().values())
+    return {"footprint": footprint(model), "state_dict": state, "eval output": output}

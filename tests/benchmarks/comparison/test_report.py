@@ -12,13 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("pydantic")
-pytest.importorskip("jinja2")
-pytest.importorskip("matplotlib")
 from comparison.analysis import schema, text
-from comparison.report import numbers
-from comparison.report.page import render, write
-from comparison.report.sections import CellView
+from comparison.report.page import CellView, probability, render, write
 from tests.support import comparison_summaries as summaries
 from tests.support.programs import ROOT
 
@@ -176,7 +171,7 @@ class TestContent:
 
     @pytest.mark.parametrize(("p", "expected"), [(1.0, "1.000"), (2 / 65536, "3.1e−5"), (float("nan"), "–")])
     def test_small_probabilities_keep_two_digits(self, p: float, expected: str) -> None:
-        assert numbers.probability(p) == expected
+        assert probability(p) == expected
 
     @pytest.mark.parametrize("path", STORED, ids=lambda path: path.parent.name)
     def test_stored_reports_are_those_of_their_summaries(self, path: Path) -> None:
