@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
@@ -53,18 +54,21 @@ def draw_growth(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _draw_bars(axes: Axes, implementations: Mapping[str, Any]) -> None:
-    shown = {name: numbers["over_limit"] for name, numbers in implementations.items() if name != peers.LIMIT}
-    for row, (name, quartiles) in enumerate(shown.items()):
-        own = "hookdrop without its compiled kernel" if name.endswith(peers.NO_KERNEL) else "hookdrop"
-        color, hatch = KINDS[own if name.startswith("hookdrop") else "others"]
-        median = quartiles["median"]
-        error = [[median - quartiles["low"]], [quartiles["high"] - median]]
-        axes.barh(row, median - 1, left=1, color=color, hatch=hatch, edgecolor="white")
-        axes.errorbar(median, row, xerr=error, color="#333333", capsize=3, linewidth=1)
-        end = max(quartiles["high"], 1), row
-        axes.annotate(f"{median:.3g}", end, (6, 0), textcoords="offset points", va="center")
+    limits = {name: numbers["over_limit"] for name, numbers in implementations.items() if name != peers.LIMIT}
+    shown = pd.DataFrame(limits).T
+    own = {
+        name: "hookdrop without its compiled kernel" if name.endswith(peers.NO_KERNEL) else "hookdrop"
+        for name in limits
+    }
+    colors, hatches = zip(
+        *(KINDS[own[name] if name.startswith("hookdrop") else "others"] for name in limits), strict=True
+    )
+    error = [shown["median"] - shown["low"], shown["high"] - shown["median"]]
+    style = {"edgecolor": "white", "error_kw": {"ecolor": "#333333", "capsize": 3, "elinewidth": 1}}
+    bars = axes.barh(list(limits), shown["median"] - 1, left=1, xerr=error, color=colors, hatch=hatches, **style)
+    axes.bar_label(bars, [f"{median:.3g}" for median in shown["median"]], padding=6)
     axes.axvline(1, color=LIMIT, linewidth=1.5)
-    axes.set(xscale="log", yticks=range(len(shown)), yticklabels=list(shown), ylim=(len(shown) - 0.5, -0.5))
+    axes.set(xscale="log", ylim=(len(shown) - 0.5, -0.5))
     axes.margins(x=0.12)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
     axes.xaxis.set_major_formatter("{x:g}")

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import timm
@@ -107,25 +107,13 @@ class Tiny(nn.Module):
         return x
 
 
-class Case(NamedTuple):
-    """A module to call, and whether autograd records the call."""
-
-    module: nn.Module
-    gradients: bool = False
-
-
 def call(options: argparse.Namespace, console: Console) -> Rows:
     """Measure what a hook adds to the call of a module that does nothing."""
     x, others = torch.ones(1, 4, 8, 8), ("clean", "another module without a hook", "an empty function as hook")
-    cases = {name: Case(Tiny()) for name in others}
-    cases["an empty function as hook"].module.register_forward_hook(empty)
-    cases |= {"in an nn.Sequential instead": Case(nn.Sequential(Tiny(), nn.Identity())), **_cases_with_hookdrop(x)}
-    samples = measure({name: partial(_call, case, x) for name, case in cases.items()}, options.rounds)
-    warn_if_busy(console, samples, "calls")
-    return {name: compared(samples, name, "clean", 1e6 / CALLS) for name in cases if name != "clean"}
+    cases: dict[str, nn.Module] = {name: Tiny() for name in others}
+    cases["an empty function as hook"].register_forward_hook(empty)
+    cases["in an nn.Sequential instead"] = nn.Sequential(Tiny(), nn.Identity())
 
-
-def _cases_with_hookdrop(x: Tensor) -> dict[str, Case]:
     def hooked(**arguments: Any) -> nn.Module:
         module = Tiny()
         hookdrop.inject(module, layers=module, **{"regularizer": REGULARIZER, **arguments})
@@ -135,23 +123,28 @@ def _cases_with_hookdrop(x: Tensor) -> dict[str, Case]:
     next(iter(hookdrop.find(off))).enabled = False
     for module in (zero, waiting):
         module(x)  # The first call checks the shape, even at rate 0.
-    return {
-        "hookdrop, eval": Case(hooked().eval()),
-        "hookdrop, eval, at the input": Case(hooked(at="input").eval()),
-        "hookdrop, training, disabled": Case(off, gradients=True),
-        "hookdrop, training, rate 0": Case(zero, gradients=True),
+    cases |= {
+        "hookdrop, eval": hooked().eval(),
+        "hookdrop, eval, at the input": hooked(at="input").eval(),
+        "hookdrop, training, disabled": off,
+        "hookdrop, training, rate 0": zero,
         # These hooks also check whether the layer is being trained and the schedule advances, or read the RNG state,
         # since a checkpoint may recompute a forward without gradients.
-        "hookdrop, training, a schedule waits": Case(waiting, gradients=True),
-        "hookdrop, training without gradients": Case(zero),
-        "hookdrop, eval with gradients, never trained": Case(hooked().eval(), gradients=True),
+        "hookdrop, training, a schedule waits": waiting,
+        "hookdrop, training without gradients": zero,
+        "hookdrop, eval with gradients, never trained": hooked().eval(),
     }
+    gradients = {name for name in cases if "training, " in name or "with gradients" in name}
+    jobs = {name: partial(_call, module, x, name in gradients) for name, module in cases.items()}
+    samples = measure(jobs, options.rounds)
+    warn_if_busy(console, samples, "calls")
+    return {name: compared(samples, name, "clean", 1e6 / CALLS) for name in cases if name != "clean"}
 
 
-def _call(case: Case, x: Tensor) -> None:
-    with torch.set_grad_enabled(case.gradients):
+def _call(module: nn.Module, x: Tensor, gradients: bool) -> None:
+    with torch.set_grad_enabled(gradients):
         for _ in repeat(None, CALLS):
-            case.module(x)
+            module(x)
 
 
 def sites(options: argparse.Namespace, console: Console) -> Rows:

@@ -24,8 +24,7 @@ from hookdrop import InjectionError, LayerError
 from hookdrop.recipes import stochastic_depth, timm_dropblock
 from sweep import Sweep
 
-P = 0.1
-TOLERANCE = 1e-6
+P, TOLERANCE = 0.1, 1e-6
 """timm rounds its rates to float32."""
 SCALES: dict[str, Any] = {
     "i / (n - 1)": "depth_from_zero",

@@ -77,22 +77,6 @@ def test_every_part_is_printed_and_written(tmp_path: Path, capsys: pytest.Captur
             assert row["low"] <= row["median"] <= row["high"]
 
 
-def run_without_timing(monkeypatch: pytest.MonkeyPatch, seen: list[str]) -> dict[str, list[str]]:
-    """Run each job of a part once; the result will have what each added to `seen`, sorted and without duplicates."""
-    found: dict[str, list[str]] = {}
-
-    def run_once(jobs: Mapping[str, Callable[[], object]], *_: object) -> dict[str, Samples]:
-        gc.collect()
-        for name, job in jobs.items():
-            seen.clear()
-            job()
-            found[name] = sorted(set(seen))
-        return {name: Samples({0: 1.0}, {0: 0.0}, {0: 0.0}) for name in jobs}
-
-    monkeypatch.setattr(overhead, "measure", run_once)
-    return found
-
-
 class TestComparedModels:
     def test_twins_share_parameters_and_differ_only_in_hooks(self) -> None:
         clean = Small().eval()
@@ -102,23 +86,6 @@ class TestComparedModels:
         assert not {id(m) for m in clean.modules()} & {id(m) for m in other.modules()}
         inject(other, Dropout(0.5), layers="**.bn1")
         assert not any(m._forward_hooks for m in clean.modules())
-
-    def test_forward_part_hooks_every_block(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        hooked: list[str] = []
-        call = SiteHook.__call__
-
-        def recorded(hook: SiteHook, *given: Any) -> object:
-            hooked.append(hook.site)
-            return call(hook, *given)
-
-        monkeypatch.setattr(SiteHook, "__call__", recorded)
-        found = run_without_timing(monkeypatch, hooked)
-        for library, make in list(overhead.MODELS.items()):
-            monkeypatch.setattr(overhead, "MODELS", {library: make})
-            overhead.forward(OPTIONS, make_console())
-            assert {name: len(sites) for name, sites in found.items()} == {
-                "clean": 0, "hooked": 16, "empty hooks": 0, "copy": 0
-            }, library  # fmt: skip
 
     def test_a_slower_hook_increases_the_measured_cost(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(overhead, "measure", measure_calls)
@@ -138,20 +105,6 @@ class TestComparedModels:
         for name, values in before.items():
             more = 3.0 if name.startswith("hookdrop") else 0.0
             assert after[name][0] - values[0] == pytest.approx(more), name
-
-    def test_step_seek_and_follow_update_all_sites(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        sites: list[str] = []
-        set_rate = SiteHook.set_rate
-
-        def recorded(hook: SiteHook, *settings: Any) -> None:
-            sites.append(hook.site)
-            set_rate(hook, *settings)
-
-        monkeypatch.setattr(SiteHook, "set_rate", recorded)
-        found = run_without_timing(monkeypatch, sites)
-        monkeypatch.setattr(overhead, "STEP_SITES", 3)
-        overhead.step(OPTIONS, make_console())
-        assert found == {"optimizer": [], **{kind: ["0", "1", "2"] for kind in ("step", "seek", "follow")}}
 
 
 class TestRows:

@@ -25,6 +25,7 @@ from timing import Quartiles, Samples
 BENCHMARKS = ROOT / "benchmarks"
 SHAPES = ["2x4x28x28", "3x2x22x21"]
 VIT = "vit_tiny_patch16_224"
+Speed = tuple[str, dict[str, Any], Path]
 
 
 def run(script: str, *arguments: str, **environment: str) -> str:
@@ -37,7 +38,7 @@ def run(script: str, *arguments: str, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def speed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
+def speed(tmp_path_factory: pytest.TempPathFactory) -> Speed:
     """The output, the results and the folder of a run with all parts."""
     out = tmp_path_factory.mktemp("speed")
     text = run("speed.py", "--quick", "--rounds", "4", "--elements", "5e4", "--json", str(out / "results.json"))
@@ -45,7 +46,7 @@ def speed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
 
 
 class TestSpeed:
-    def test_prints_machine_and_settings(self, speed: tuple[str, dict[str, Any], Path]) -> None:
+    def test_prints_machine_and_settings(self, speed: Speed) -> None:
         text, results, _ = speed
         machine = results["machine"]
         assert machine["threads"] == 1
@@ -55,9 +56,7 @@ class TestSpeed:
         assert machine["cpu"] in text
         assert results["settings"]["shapes"] == SHAPES
 
-    def test_every_implementation_has_times_and_a_dropped_fraction(
-        self, speed: tuple[str, dict[str, Any], Path]
-    ) -> None:
+    def test_every_implementation_has_times_and_a_dropped_fraction(self, speed: Speed) -> None:
         _, results, _ = speed
         for shape in SHAPES:
             implementations = results["main"][shape]["contestants"]
@@ -70,7 +69,7 @@ class TestSpeed:
                 assert numbers["rounds"][0] == 0
             assert set(implementations[peers.LIMIT]["over_limit"].values()) == {1.0}
 
-    def test_every_ratio_is_reported_with_and_without_the_kernel(self, speed: tuple[str, dict[str, Any], Path]) -> None:
+    def test_every_ratio_is_reported_with_and_without_the_kernel(self, speed: Speed) -> None:
         text, results, _ = speed
         for shape in SHAPES:
             found = results["main"][shape]["ratios"]
@@ -78,7 +77,7 @@ class TestSpeed:
             assert len(found) == len(PAIRS) * (2 if kernel.available() else 1)
         assert all(" / ".join(pair) in text for pair in PAIRS)
 
-    def test_results_of_the_other_parts(self, speed: tuple[str, dict[str, Any], Path]) -> None:
+    def test_results_of_the_other_parts(self, speed: Speed) -> None:
         text, results, _ = speed
         assert list(results["blocks"][peers.BATCH]["ratios"]) == ["7", "13", "21"]
         assert list(results["small"]) == ["4x16x7x7", "16x8x7x7", "8x64x7x7", "8x64x14x14"]
@@ -89,13 +88,10 @@ class TestSpeed:
         assert set(results["memory"]["bytes_per_element"]) == set(peers.implementations())
         assert set(results["memory"]["by_rate"][peers.BATCH]) == {"0.01", "0.1", "0.3", "0.5"}
 
-    def test_piped_output_is_not_truncated_or_colored(self, speed: tuple[str, dict[str, Any], Path]) -> None:
-        text, _, _ = speed
+    def test_figures_are_drawn_and_piped_output_is_not_truncated_or_colored(self, speed: Speed) -> None:
+        text, _, out = speed
         assert "…" not in text
         assert "\x1b" not in text
-
-    def test_figures_are_drawn(self, speed: tuple[str, dict[str, Any], Path]) -> None:
-        _, _, out = speed
         for name in ("bars.png", "growth.png"):
             assert (out / name).read_bytes().startswith(b"\x89PNG")
 
