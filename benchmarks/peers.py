@@ -32,8 +32,8 @@ TORCH_DROPOUT, TORCH_DROPOUT2D = "F.dropout", "F.dropout2d"
 DROP_PATH, TIMM_DROP_PATH = "hookdrop drop_path", "timm drop_path"
 NO_KERNEL = ", no kernel"
 
-_BLOCKS = (BATCH, SAMPLE, EXPECTED, SHARED)
-_COMPILED = (*_BLOCKS, DROPOUT)
+BLOCKS = (BATCH, SAMPLE, EXPECTED, SHARED)
+_COMPILED = (*BLOCKS, DROPOUT)
 Shape = tuple[int, ...]
 
 
@@ -44,11 +44,6 @@ class Implementation:
     name: str
     call: Callable[[Tensor], Tensor]
     no_kernel: bool = False
-
-    @property
-    def drops_blocks(self) -> bool:
-        """Whether this is a DropBlock of hookdrop."""
-        return self.name.removesuffix(NO_KERNEL) in _BLOCKS
 
     def context(self) -> AbstractContextManager[None]:
         """Return the context manager for forward and backward."""

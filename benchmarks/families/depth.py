@@ -86,8 +86,7 @@ def check_sites(
         for name, layer in layers:
             # The blocks of a container that is never called are checked below.
             container = name not in plain and any(block.startswith(f"{name}.") for block in known)
-            dropped = name.startswith(tuple(f"{site}." for site in sites))  # a part of a branch
-            if not container and not dropped:
+            if not container and not name.startswith(tuple(f"{site}." for site in sites)):  # a part of a branch
                 _check_layer(name, layer, plain, zeroed, found)
         for name in known.keys() & zeroed.keys():
             if zeroed[name]:

@@ -100,7 +100,7 @@ class TestStore:
         assert list(store.path.iterdir()) == []
 
     def test_a_folder_in_use_is_rejected_until_its_process_ends(self, tmp_path: Path) -> None:
-        code = f"from pathlib import Path; from comparison.engines.folder import Folder\nwith Folder(Path({str(tmp_path)!r})): print('held', flush=True); input()"
+        code = f"from pathlib import Path; from comparison.engines.store import Folder\nwith Folder(Path({str(tmp_path)!r})): print('held', flush=True); input()"
         holder = subprocess.Popen([sys.executable, "-c", code], env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert holder.stdout
         assert holder.stdout.readline()
