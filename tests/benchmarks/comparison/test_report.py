@@ -169,7 +169,7 @@ class TestContent:
         assert found.count("the loss was nan") == 3
 
     def test_nan_is_a_dash(self) -> None:
-        broken = stored()
+        broken = stored().model_copy(update={"failures": []})
         broken.cells[0].arms[1].means["nll"] = float("nan")
         assert not re.search(r'[">](nan|inf)\b', render(broken))
 
