@@ -84,7 +84,7 @@ class TestSpeed:
         sizes = list(map(int, results["growth"]))
         assert sizes == sorted(sizes)
         assert 7e2 < sizes[0] < sizes[-1] < 6e4
-        assert "bytes per element" in text
+        assert "Bytes saved for backward per element" in text
         assert set(results["memory"]["bytes_per_element"]) == set(peers.implementations())
         assert set(results["memory"]["by_rate"][peers.BATCH]) == {"0.01", "0.1", "0.3", "0.5"}
 
