@@ -19,6 +19,7 @@ from hookdrop.regularizers.gradients import (
 )
 from hookdrop.regularizers.head_dropout import head_dropout
 from hookdrop.regularizers.masksembles import masksembles
+from hookdrop.regularizers.mixout import mixout
 from hookdrop.regularizers.noise import gaussian_dropout, gaussian_noise, neftune, shake_drop, uniform_noise
 from hookdrop.regularizers.styles import dsu, mix_style
 from hookdrop.regularizers.tokens import locked_dropout, token_dropout
@@ -44,6 +45,7 @@ __all__ = [
     "locked_dropout",
     "masksembles",
     "mix_style",
+    "mixout",
     "neftune",
     "noise_activation_grad",
     "scale_activation_grad",

@@ -22,6 +22,7 @@ from hookdrop.regularizers.gradients import (
 )
 from hookdrop.regularizers.head_dropout import HeadDropout
 from hookdrop.regularizers.masksembles import Masksembles
+from hookdrop.regularizers.mixout import Mixout
 from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, NEFTune, ShakeDrop, UniformNoise
 from hookdrop.regularizers.styles import DSU, MixStyle
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
@@ -48,6 +49,7 @@ __all__ = [
     "LockedDropout",
     "Masksembles",
     "MixStyle",
+    "Mixout",
     "NEFTune",
     "NoiseActivationGrad",
     "ScaleActivationGrad",

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -143,10 +143,17 @@ class _Model(nn.Module):
 
     def __init__(self, x: Tensor, at: str | None = None) -> None:
         super().__init__()
-        self.layer = (_Attention if at == "scores" else nn.LayerNorm)(x.shape[1:])
+        shape = x.shape if at == "parameters" else x.shape[1:]
+        self.layer = (_Attention if at == "scores" else nn.LayerNorm)(shape)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return torch.tanh(self.layer(x))
+
+    @torch.no_grad()
+    def move(self) -> Self:
+        """Change the weights, as training does: a parameter that is where it started hides what Mixout does."""
+        self.layer.weight.mul_(2.0)
+        return self
 
 
 class RegularizerChecks:
@@ -175,6 +182,7 @@ class RegularizerChecks:
         """What the regularizer needs besides its tensor."""
         needs, place = self._one.needs, self._one.samples
         found: dict[str, Any] = {"layer_input": torch.zeros_like(x)} if "layer_input" in needs else {}
+        found |= {"start": torch.zeros_like(x)} if "start" in needs else {}
         return found | ({"samples": SampleRows(*place[1:], x.shape[place[1]])} if "samples" in needs and place else {})
 
     def _seeded(self, x: Tensor, *settings: Any) -> Tensor:
@@ -203,7 +211,8 @@ class RegularizerChecks:
 
     def _hooked(self, given: Any = None) -> tuple[_Model, Injection]:
         model = _Model(self._x, self._one.only_at)
-        return model, inject(model, given or InjectionSpec(self._one, layers="layer"))
+        drop = inject(model, given or InjectionSpec(self._one, layers="layer"))
+        return model.move(), drop
 
     def _step(self, model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
         """Return the output and all gradients of a training step from a fixed seed."""
@@ -274,7 +283,7 @@ class RegularizerChecks:
         model, drop = self._hooked()
         self._step(model)
         drop.remove()
-        exactly(self._step(model), self._step(_Model(self._x, self._one.only_at)))
+        exactly(self._step(model), self._step(_Model(self._x, self._one.only_at).move()))
         tables = [table for part in model.modules() for name, table in vars(part).items() if "hooks" in name]
         assert not any(tables), "hooks are left"
 

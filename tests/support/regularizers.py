@@ -24,6 +24,7 @@ from hookdrop import (
     LayerDrop,
     LockedDropout,
     Masksembles,
+    Mixout,
     MixStyle,
     NEFTune,
     NoiseActivationGrad,
@@ -33,6 +34,9 @@ from hookdrop import (
     TokenDropout,
 )
 from hookdrop.regularizers import REGULARIZERS
+
+ZEROS = ("layer_input", "start")
+"""What a regularizer may need that is another tensor of the same shape."""
 
 
 class Affine(nn.Module):
@@ -76,9 +80,8 @@ class Case:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the regularizer without a hook."""
-        if isinstance(self.regularizer, LayerDrop):
-            return self.regularizer(x, layer_input=torch.zeros_like(x))
-        return self.regularizer(x)
+        context = {name: torch.zeros_like(x) for name in getattr(self.regularizer, "needs", ()) if name in ZEROS}
+        return self.regularizer(x, **context)
 
     @property
     def in_backward(self) -> bool:
@@ -141,6 +144,7 @@ _CASES = {
     "NEFTune": Case(NEFTune(3.0), (4, 6, 8)),
     "TokenDropout": Case(TokenDropout(0.3), (4, 6, 8)),
     "LockedDropout": Case(LockedDropout(0.3), (4, 6, 8)),
+    "Mixout": Case(Mixout(0.5)),
     "MixStyle": Case(MixStyle(0.9), derives=False, mixes=True),
     "DSU": Case(DSU(0.9), mixes=True),
     "ShakeDrop": Case(ShakeDrop(0.9), derives=False),
@@ -158,22 +162,22 @@ EVERY = {name: Case(cls(0.3)) for name, cls in _OTHERS.items()} | _CASES
 OWN = {name: case for name, case in EVERY.items() if isinstance(case.regularizer, Regularizer)}
 """The cases of hookdrop's regularizers."""
 
+ACTIVATIONS = {name: case for name, case in EVERY.items() if "parameters" not in case.places}
+"""The cases that can be hooked at the output or the input of a layer without parameters, such as `nn.Identity`."""
+
 FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
 """The cases that change the forward output."""
 
-DRAWING = {name: case for name, case in FORWARD.items() if case.draws}
-"""The forward cases that draw random numbers."""
 
 SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not case.mixes}
 """The forward cases that have an effect on a batch of one."""
 
-DERIVING = {name: case for name, case in EVERY.items() if case.derives}
-"""The cases whose gradient is the derivative of the output."""
+DERIVING = {name: case for name, case in ACTIVATIONS.items() if case.derives}
+"""The cases of activations whose gradient is the derivative of the output."""
 
 REPRESENTATIVE = {name: EVERY[name] for name in ("Dropout", "DropBlock (sparse)", "DropPath", "LayerDrop", "ShakeDrop")}
 """One for each way to draw and to apply, for tests of what `hookdrop.testing` checks for all."""
 
-WITH_A_RATE = {name: case for name, case in EVERY.items() if case.has_rate}
 
 _OWN_GRADIENT = "parts of it are constants for the gradient"
 LACKS: dict[str, dict[str, str]] = {

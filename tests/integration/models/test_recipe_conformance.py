@@ -81,8 +81,7 @@ class layer_that_never_runs(Recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "check"),
-    [(random_layer(), "planning_changes_nothing"), (layer_that_never_runs(), "sites_are_called")],
+    ("recipe", "check"), [(random_layer(), "planning_changes_nothing"), (layer_that_never_runs(), "sites_are_called")]
 )
 def test_a_broken_recipe_fails_the_check_of_what_is_broken(recipe: Recipe, check: str) -> None:
     model = Small()
