@@ -73,9 +73,15 @@ HEADS = View(
     TOKENS.to_tensor,
     TOKENS.to_images,
 )
+SCORES = View(
+    "(N, H, L, S): the images as scores of three heads with a row for each query; -inf is black",
+    MAPS.to_tensor,
+    MAPS.to_images,
+)
 PATCHES = View(
     f"(N, C, L): the images as channels, each a patch of {PATCH}x{PATCH} pixels", TOKENS.to_tensor, TOKENS.to_images
 )
+WEIGHTS = View("parameters: the images, which were the same in gray at the injection", MAPS.to_tensor, MAPS.to_images)
 ROWS = View(
     "(N, T, C): the images as sequences, with a row per time step",
     lambda x: x.permute(0, 2, 1, 3).flatten(2),
@@ -99,8 +105,10 @@ EXAMPLES: dict[str, tuple[str, View]] = {
     "LockedDropout": ("LockedDropout(p=0.2, time_dim=1)", ROWS),
     "NEFTune": ("NEFTune(alpha=15)", EMBEDDINGS),
     "HeadDropout": ("HeadDropout(p=0.5, heads=3)", HEADS),
+    "DropKey": ("DropKey(p=0.2)", SCORES),
     "MixStyle": ("MixStyle(p=1.0, alpha=0.5)", MAPS),
     "DSU": ("DSU(p=1.0)", MAPS),
+    "Mixout": ("Mixout(p=0.5)", WEIGHTS),
     "Masksembles": ("Masksembles(n=4, scale=2.0, channel_dim=1)", PATCHES),
 }
 GRADIENTS = {
@@ -215,7 +223,9 @@ def photographs() -> Tensor:
 def before_and_after(regularizer: Regularizer, images: Tensor, view: View) -> Figure:
     """Draw the images before and after the regularizer."""
     torch.manual_seed(2)
-    after = view.to_images(regularizer.train()(view.to_tensor(images)))
+    x = view.to_tensor(images)
+    context = {"start": x.mean(1, keepdim=True).expand_as(x)} if "start" in regularizer.needs else {}
+    after = view.to_images(regularizer.train()(x, **context))
     return draw_rows({"before": images, "after": after.clamp(0, 1)})
 
 

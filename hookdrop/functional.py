@@ -8,6 +8,7 @@ and the same errors as the regularizer named in its docstring, which documents t
 serves all rates.
 """
 
+from hookdrop.regularizers.drop_key import drop_key
 from hookdrop.regularizers.drop_path import drop_path, layer_drop
 from hookdrop.regularizers.dropblock import cutout, drop_block
 from hookdrop.regularizers.dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d, feature_alpha_dropout
@@ -19,6 +20,7 @@ from hookdrop.regularizers.gradients import (
 )
 from hookdrop.regularizers.head_dropout import head_dropout
 from hookdrop.regularizers.masksembles import masksembles
+from hookdrop.regularizers.mixout import mixout
 from hookdrop.regularizers.noise import gaussian_dropout, gaussian_noise, neftune, shake_drop, uniform_noise
 from hookdrop.regularizers.penalties import activation_penalty
 from hookdrop.regularizers.styles import dsu, mix_style
@@ -31,6 +33,7 @@ __all__ = [
     "clip_activation_grad",
     "cutout",
     "drop_block",
+    "drop_key",
     "drop_path",
     "dropout",
     "dropout1d",
@@ -45,6 +48,7 @@ __all__ = [
     "locked_dropout",
     "masksembles",
     "mix_style",
+    "mixout",
     "neftune",
     "noise_activation_grad",
     "scale_activation_grad",

@@ -216,21 +216,24 @@ class SiteHook(PlacedHook):
         def apply(x: Tensor, **context: Any) -> Tensor:
             # The checkpoint may not run the modules around the layer again.
             missing = {need: value for need, value in collected.items() if self.collected[need].value is None}
-            return self.apply(x, rate, **(context | missing))
+            try:
+                return self.apply(x, rate, **(context | missing))
+            finally:
+                # A checkpoint stops the recompute by an exception once all saved tensors are available.
+                if known is None and checkpointed.detects_redraws and self._fingerprint(value) != before:
+                    self._warn_of_another_mask()
 
-        try:
-            return self.edit(module, value, apply)
-        finally:
-            # A checkpoint stops the recompute by an exception once all saved tensors are available.
-            if known is None and checkpointed.detects_redraws and self._fingerprint(value) != before:
-                self.state.warn_once(
-                    "different mask",
-                    f"{self.state.name!r}: {self.site!r} ran in a backward pass with an RNG state that none of its "
-                    "forwards had. If an activation checkpoint recomputed it, its mask differs from that of the "
-                    "forward, and the gradients are wrong.\n"
-                    "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
-                    "Inject or replace before the forward, not between forward and backward.",
-                )
+        return self.edit(module, value, apply)
+
+    def _warn_of_another_mask(self) -> None:
+        self.state.warn_once(
+            "different mask",
+            f"{self.state.name!r}: {self.site!r} ran in a backward pass with an RNG state that none of its forwards "
+            "had. If an activation checkpoint recomputed it, its mask differs from that of the forward, and the "
+            "gradients are wrong.\n"
+            "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
+            "Inject or replace before the forward, not between forward and backward.",
+        )
 
     def _fingerprint(self, value: Any) -> int:
         return rng_fingerprint(value[2] if self.at == "output" else value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class Effect:
 
     @property
     def mean_ratio(self) -> float:
-        """Mean |output| / mean |input|; 1 if the mean magnitude is preserved."""
+        """Mean |output| / mean |input|; 1 if the mean magnitude is preserved, NaN for scores of attention."""
         return self.magnitude_out / self.magnitude_in if self.magnitude_in else 1.0
 
     def row(self, name: str) -> tuple[str, str, str, str, int]:
@@ -67,7 +68,7 @@ class Effect:
         if not self.calls:
             return name, "-", "-", "-", 0
         asked, dropped = f"{self.asked:.3f}" if self.asks else "-", f"{self.dropped:.3f}" if self.drops else "-"
-        return name, asked, dropped, f"{self.mean_ratio:.3f}", self.calls
+        return name, asked, dropped, "-" if math.isnan(self.magnitude_in) else f"{self.mean_ratio:.3f}", self.calls
 
 
 class Measurement(Effect):
@@ -101,6 +102,8 @@ class Measurement(Effect):
         magnitude_out = share * _total(y.detach().abs().sum(dtype=torch.float64))
         zeroed = _total(dropped.sum()) if drops else 0.0  # a stopped gradient is no dropped element
         asks, asked_of_all = asked is not None, (asked or 0.0) * x.numel()
+        if hook.at == "scores":  # they have no mean to keep
+            magnitude_in = magnitude_out = math.nan
         new = Effect(1, x.numel(), zeroed, asked_of_all, asks, drops, magnitude_in, magnitude_out)
         for effect in (self.sites[self.labels[hook]], self):
             for name, value in vars(new).items():

@@ -231,8 +231,8 @@ def predict(
 
 def _fixed_masks(model: nn.Module, samples: int) -> int:
     """Return the number of fixed masks of the active hooks, all of which one forward applies; 1 if masks are drawn."""
-    active = [hook.regularizer for _, hook in hooks_of(model) if hook.eval_rate is not None]
-    groups = [rows_alone(regularizer) for regularizer in active if not regularizer.in_backward]
+    active = [hook for _, hook in hooks_of(model) if hook.eval_rate is not None and not hook.regularizer.in_backward]
+    groups = [0 if hook.at == "parameters" else rows_alone(hook.regularizer) for hook in active]
     masks = math.lcm(*(number or 1 for number in groups))
     if masks > 1 and not all(groups):
         raise InjectionError(

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -136,15 +136,29 @@ class _Interrupted(TorchFunctionMode):
         return operation(*args, **(kwargs or {}))
 
 
+class _Attention(nn.LayerNorm):
+    """Takes its result for scores of attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(-1)
+
+
 class _Model(nn.Module):
     """A model with one layer to hook."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, at: str | None = None) -> None:
         super().__init__()
-        self.layer = nn.LayerNorm(x.shape[1:])
+        shape = x.shape if at == "parameters" else x.shape[1:]
+        self.layer = (_Attention if at == "scores" else nn.LayerNorm)(shape)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return torch.tanh(self.layer(x))
+
+    @torch.no_grad()
+    def move(self) -> Self:
+        """Change the weights, as training does: a parameter that is where it started hides what Mixout does."""
+        self.layer.weight.mul_(2.0)
+        return self
 
 
 class RegularizerChecks:
@@ -161,15 +175,21 @@ class RegularizerChecks:
         self._alone, self._compiles = rows_alone(regularizer) == 1, not regularizer.graph_break
 
     def __call__(self, x: Tensor, rate: float | None = None, one: Regularizer | None = None) -> Tensor:
-        """Regularize as a hook does, by default at the rate that the regularizer was given with."""
+        """Regularize as a hook does, by default at the rate that the regularizer was given with.
+
+        Scores of -inf, which have no difference and no mean, count as 0: after the softmax, they are.
+        """
         one, rate, context = one or self._one, self._rate if rate is None else rate, self._context(x)
-        y = one.regularize(x, rate, **context)
-        return _penalized(y, one.penalize(x, rate, **context)) if isinstance(one, Penalty) else y
+        y: Tensor = one.regularize(x, rate, **context)
+        if isinstance(one, Penalty):
+            return _penalized(y, one.penalize(x, rate, **context))
+        return torch.where(y.isneginf(), 0.0, y) if one.only_at == "scores" else y
 
     def _context(self, x: Tensor) -> dict[str, Any]:
         """What the regularizer needs besides its tensor."""
         needs, place = self._one.needs, self._one.samples
         found: dict[str, Any] = {"layer_input": torch.zeros_like(x)} if "layer_input" in needs else {}
+        found |= {"start": torch.zeros_like(x)} if "start" in needs else {}
         return found | ({"samples": SampleRows(*place[1:], x.shape[place[1]])} if "samples" in needs and place else {})
 
     def _seeded(self, x: Tensor, *settings: Any) -> Tensor:
@@ -197,8 +217,9 @@ class RegularizerChecks:
         return torch.tensor(rows, dtype=torch.float64)
 
     def _hooked(self, given: Any = None) -> tuple[_Model, Injection]:
-        model = _Model(self._x)
-        return model, inject(model, given or InjectionSpec(self._one, layers="layer"))
+        model = _Model(self._x, self._one.only_at)
+        drop = inject(model, given or InjectionSpec(self._one, layers="layer"))
+        return model.move(), drop
 
     def _step(self, model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
         """Return the output and all gradients of a training step from a fixed seed."""
@@ -271,7 +292,7 @@ class RegularizerChecks:
         model, drop = self._hooked()
         self._step(model)
         drop.remove()
-        exactly(self._step(model), self._step(_Model(self._x)))
+        exactly(self._step(model), self._step(_Model(self._x, self._one.only_at).move()))
         tables = [table for part in model.modules() for name, table in vars(part).items() if "hooks" in name]
         assert not any(tables), "hooks are left"
 
