@@ -73,17 +73,15 @@ def _inject(behavior: Behavior, recipe: Recipe, runs: Sequence[Run]) -> tuple[Pl
 
 
 def check_depth(model: nn.Module, planned: Planned) -> Record:
-    """Check that the sites are the ends of all branches, and that a warning names all other layers.
-
-    Raises:
-        CheckFailed: a site is not the end of a branch, or no warning names a layer without sites.
-    """
+    """Check that the sites are the ends of all branches, and that a warning names all other layers."""
     blocks: dict[str, list[str]] = {}
     rows, inner, warnings = [], set(), []
     for run, plan in planned:
         prefix, facts = f"{run.name}." if run.name else "", plan.survey
         assert facts is not None
-        rows += [f"{prefix}{one.name}" for one in plan.sites if _draws_for_rows(one.regularizer)]
+        # These sites draw a mask for each row of the first axis.
+        drops: list[tuple[str, Any]] = [(f"{prefix}{one.name}", one.regularizer) for one in plan.sites]
+        rows += [name for name, drop in drops if drop.mode == "row" and drop.samples is None]
         inner |= {f"{prefix}{name}" for name, reason in facts.skippable.items() if reason}
         warnings += [f"{prefix}{one}" for text in plan.warnings for one in re.findall(r"'([\w.]+)'", text)]
         sites = {site.name for site in plan.sites}
@@ -102,17 +100,10 @@ def check_depth(model: nn.Module, planned: Planned) -> Record:
     return record
 
 
-def _draws_for_rows(drop: Any) -> bool:
-    return drop.mode == "row" and drop.samples is None
-
-
 def _is_warned(name: str, warned: Sequence[str], exact: bool) -> bool:
     """Whether a warning names the layer, or unless `exact` one like it: a warning names only the first of many."""
-    return name in warned if exact else any(f"{_pattern(one)}.".startswith(f"{_pattern(name)}.") for one in warned)
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
+    like = re.sub(r"\d+", "#", f"{name}.")
+    return name in warned if exact else any(re.sub(r"\d+", "#", f"{one}.").startswith(like) for one in warned)
 
 
 def _in_each(check: Callable[[Run, Any], None]) -> Callable[[nn.Module, Planned], Record]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.optimizer import Follower
+from hookdrop.hooks.penalties import LossTerms
 from hookdrop.schedules import ConstantSchedule, Schedule
 from hookdrop.utils.errors import warn
 
@@ -48,6 +49,7 @@ class LiveState:
         self.observe: Callable[..., Tensor] | None = None
         """Called with (hook, tensor, rate, **context) in place of the regularizer by `probe` and `recording`."""
         self.checkpointed = CheckpointedCalls()
+        self.loss_terms: LossTerms | None = None  # those of penalties; None if no hook has a penalty
         self.update_counter: Any = None  # the `UpdateCounter` of `guards.progress`
 
     @property

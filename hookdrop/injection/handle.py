@@ -17,6 +17,7 @@ from hookdrop.guards.problems import STEPS_BEFORE_WARNING, find_problems
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.optimizer import Follower, innermost
+from hookdrop.hooks.penalties import LossTerms, total
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import rates, state_dict
 from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sinks_of, warn_about_changed
@@ -408,6 +409,33 @@ class Injection:
         sinks = self._require_sinks("predict()")
         return predict(self._require_model(), sinks, self.sampling(p), data, samples, activation, output)
 
+    # --- the loss
+
+    @property
+    def _loss_terms(self) -> list[LossTerms]:
+        return [state.live.loss_terms for state in self._states if state.live.loss_terms is not None]
+
+    def penalty(self) -> Tensor:
+        """Return the sum of the loss terms of all calls since the last reading, and clear it.
+
+        Read it once for each loss: `loss = criterion(model(x), y) + drop.penalty()`. Terms come from forward passes in
+        training mode with gradients. In eval mode, while disabled, and at rate 0 there are none, so the sum is 0.
+
+        Returns:
+            A 0-d tensor on the device of the last call.
+
+        Raises:
+            InjectionError: no regularizer here adds a term, or the call is inside a compiled function.
+        """
+        compiling.raise_if_tracing("penalty()")  # first, because the compiler cannot trace the properties below
+        self._check_not_removed("penalty()")
+        if not self._loss_terms:
+            raise InjectionError(
+                f"penalty(): {repr(self.name) if self.name else 'this model'} adds no term to the loss.\n"
+                "  inject(model, ActivationPenalty(), layers=...)   or for all injections: find(model).penalty()"
+            )
+        return total([term for terms in self._loss_terms for term in terms.take()], self._require_model())
+
     # --- inspecting
 
     def probe(self, x: Any, forwards: int = 3, step: int | None = None) -> Measurement:
@@ -555,7 +583,7 @@ class Injection:
                 state.live.members = weakref.WeakSet(remaining)
             else:
                 state.unfollow()
-                state.removed = True
+                state.removed, state.live.loss_terms = True, None
                 progress.unwatch(state)
 
     def _check_not_removed(self, what: str) -> None:

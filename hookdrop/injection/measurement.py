@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class Effect:
 
     @property
     def mean_ratio(self) -> float:
-        """Mean |output| / mean |input|; 1 if the mean magnitude is preserved."""
+        """Mean |output| / mean |input|; 1 if the mean magnitude is preserved, NaN for scores of attention."""
         return self.magnitude_out / self.magnitude_in if self.magnitude_in else 1.0
 
     def row(self, name: str) -> tuple[str, str, str, str, int]:
@@ -69,7 +70,7 @@ class Effect:
         if not self.calls:
             return name, "-", "-", "-", 0
         asked, dropped = f"{self.asked:.3f}" if self.asks else "-", f"{self.dropped:.3f}" if self.droppable else "-"
-        return name, asked, dropped, f"{self.mean_ratio:.3f}", self.calls
+        return name, asked, dropped, "-" if math.isnan(self.magnitude_in) else f"{self.mean_ratio:.3f}", self.calls
 
 
 class Measurement(Effect):
@@ -104,6 +105,8 @@ class Measurement(Effect):
         share = x.numel() / y.numel() if y.numel() else 1.0
         magnitude_out = share * _total(y.detach().abs().sum(dtype=torch.float64))
         asks, asked_of_all = asked is not None, (asked or 0.0) * x.numel()
+        if hook.at == "scores":  # they have no mean to keep
+            magnitude_in = magnitude_out = math.nan
         new = Effect(1, x.numel(), zeroed, asked_of_all, asks, drops * x.numel(), magnitude_in, magnitude_out)
         for effect in (self.sites[self.labels[hook]], self):
             for name, value in vars(new).items():
@@ -240,6 +243,8 @@ def probe(model: nn.Module, sinks: Sequence[RateSink], x: Any, forwards: int) ->
             own = [sink for sink in sinks if sink.state is state]
             if not any(result.sites[result.labels[sink]].calls for sink in own):
                 notes.append(f"nothing was dropped: {why_idle(own[0])}")
+            elif all(isinstance(sink, SiteHook) and sink.penalizes for sink in own):
+                notes.append(f"{state.name!r} adds terms to the loss, and changes no forward")
             elif all(isinstance(sink, SiteHook) and sink.regularizer.in_backward for sink in own):
                 notes.append(f"{state.name!r} edits gradients in the backward pass, and changes no forward")
     result.note = "\n".join(notes)

@@ -205,7 +205,7 @@ def predict(
     one_of(activation, "activation", "predict", ("softmax", "sigmoid", None))
     if all(isinstance(sink, SiteHook) and sink.regularizer.in_backward for sink in sinks):
         raise InjectionError(
-            "predict: the injection edits gradients only, so all samples would be equal.\n"
+            "predict: the injection leaves the forward unchanged, so all samples would be equal.\n"
             "  inject a regularizer that changes the forward, such as Dropout(p=0.1)"
         )
     found: list[Prediction] = []
@@ -232,8 +232,8 @@ def predict(
 
 def _fixed_masks(model: nn.Module, samples: int) -> int:
     """Return the number of fixed masks of the active hooks, all of which one forward applies; 1 if masks are drawn."""
-    active = [hook.regularizer for _, hook in hooks_of(model) if hook.eval_rate is not None]
-    groups = [rows_alone(regularizer) for regularizer in active if not regularizer.in_backward]
+    active = [hook for _, hook in hooks_of(model) if hook.eval_rate is not None and not hook.regularizer.in_backward]
+    groups = [0 if hook.at == "parameters" else rows_alone(hook.regularizer) for hook in active]
     masks = math.lcm(*(number or 1 for number in groups))
     if masks > 1 and not all(groups):
         raise InjectionError(
