@@ -39,16 +39,19 @@ types: .venv/dev
 imports: .venv/dev
 	PYTHONPATH=benchmarks $(BIN)/lint-imports
 
+# Each worker starts with one half of the files, so that fixtures of a module are built once, and helps the other at the end.
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+
 unit: .venv/dev
-	$(BIN)/pytest -q -n 2 tests/unit
+	$(PYTEST) -q tests/unit
 
 tests: .venv/dev
-	$(BIN)/pytest -n 2 tests/unit tests/integration tests/statistics tests/docs
-	$(BIN)/pytest -n 2 tests/benchmarks
+	$(PYTEST) tests/unit tests/integration tests/statistics tests/docs
+	$(PYTEST) tests/benchmarks
 
 # Not part of `test`, because tracing slows the tests down.
 coverage: .venv/dev
-	$(BIN)/pytest -n 2 --cov --cov-report=term tests/unit tests/integration tests/statistics tests/docs
+	$(PYTEST) --cov --cov-report=term tests/unit tests/integration tests/statistics tests/docs
 
 # One environment: `make test` adds the development packages to what `make demo` has installed.
 .venv/%: pyproject.toml hatch_build.py hookdrop/kernels/_blocks.c

@@ -9,21 +9,19 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import nn
 
 import hookdrop
 from hookdrop import DropBlock, Dropout, Injection, LinearSchedule, Regularizer, inject
-from terminal import make_console
+from program import make_console, new_table
 
 PACKAGE = str(Path(hookdrop.__file__).parent)
-
-
 Calls = Counter[tuple[str, str]]
 """The calls of one action, by file and function."""
 
@@ -53,8 +51,7 @@ def files(calls: Calls) -> set[str]:
 def forward(regularizer: Regularizer) -> Calls:
     """Count the calls of an eager training forward through one hooked layer, halfway through a ramp."""
     model = nn.Sequential(nn.Identity())
-    drop = inject(model, regularizer, layers="0", schedule=LinearSchedule(steps=10))
-    drop.seek(5)
+    inject(model, regularizer, layers="0", schedule=LinearSchedule(steps=10)).seek(5)
     x = torch.randn(8, 16, 14, 14, requires_grad=True)
     for _ in range(2):
         model(x)
@@ -83,16 +80,15 @@ def schedule_evaluations() -> int:
 
 def injection() -> Calls:
     """Count the calls of `inject` with one site."""
-    models = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)]
+    models, regularizer = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)], Dropout(0.1)
     for model in models[:2]:
         inject(model, Dropout(0.1), layers="0")
-    regularizer = Dropout(0.1)
     return count_calls(lambda: inject(models[2], regularizer, layers="0"))
 
 
 ACTIONS: dict[str, tuple[Callable[[], Calls], int, int | None]] = {
-    "forward of one layer, DropBlock": (lambda: forward(DropBlock(0.1, 3)), 40, 9),
-    "forward of one layer, Dropout": (lambda: forward(Dropout(0.1)), 14, 5),
+    "forward of one layer, DropBlock": (partial(forward, DropBlock(0.1, 3)), 40, 9),
+    "forward of one layer, Dropout": (partial(forward, Dropout(0.1)), 14, 5),
     "step() with 50 sites": (step, 83, None),
     "inject with 1 site": (injection, 88, 18),
 }
@@ -101,11 +97,11 @@ ACTIONS: dict[str, tuple[Callable[[], Calls], int, int | None]] = {
 
 def main() -> None:
     """Print a table and, with `--functions`, the calls by function."""
-    table = Table("action", "calls", "maximum", "files", "maximum ")
-    for name, (action, max_calls, max_files) in ACTIONS.items():
+    table = new_table("", "action", "calls", "maximum", "files", "maximum ")
+    for name, (action, *limits) in ACTIONS.items():
         calls = action()
-        file_limit = "-" if max_files is None else str(max_files)
-        table.add_row(name, str(calls.total()), str(max_calls), str(len(files(calls))), file_limit)
+        most = ["-" if limit is None else str(limit) for limit in limits]
+        table.add_row(name, str(calls.total()), most[0], str(len(files(calls))), most[1])
         if "--functions" in sys.argv[1:]:
             for (file, function), number in calls.most_common():
                 print(f"{number:5} {file}:{function}")

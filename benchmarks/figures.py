@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
@@ -42,11 +43,10 @@ def draw_growth(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
     for name, (color, marker) in LINES.items():
-        points = [(size, times[name]["milliseconds"]) for size, times in found.items() if name in times]
-        sizes = [size for size, _ in points]
-        axes.plot(sizes, [quartiles["median"] for _, quartiles in points], color=color, marker=marker, label=name)
-        low, high = ([quartiles[end] for _, quartiles in points] for end in ("low", "high"))
-        axes.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
+        points = {size: times[name]["milliseconds"] for size, times in found.items() if name in times}
+        low, median, high = ([one[end] for one in points.values()] for end in ("low", "median", "high"))
+        axes.plot(list(points), median, color=color, marker=marker, label=name)
+        axes.fill_between(list(points), low, high, color=color, alpha=0.15, linewidth=0)
     axes.set(xscale="log", yscale="log", ylabel="milliseconds, forward + backward")
     _label(axes, "Time by tensor size: median and quartiles over the rounds", "elements")
     axes.legend(frameon=False)
@@ -54,29 +54,25 @@ def draw_growth(path: Path, found: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _draw_bars(axes: Axes, implementations: Mapping[str, Any]) -> None:
-    shown = {name: numbers["over_limit"] for name, numbers in implementations.items() if name != peers.LIMIT}
-    for row, (name, quartiles) in enumerate(shown.items()):
-        color, hatch = KINDS[_kind(name)]
-        median = quartiles["median"]
-        error = [[median - quartiles["low"]], [quartiles["high"] - median]]
-        axes.barh(row, median - 1, left=1, color=color, hatch=hatch, edgecolor="white")
-        axes.errorbar(median, row, xerr=error, color="#333333", capsize=3, linewidth=1)
-        end = max(quartiles["high"], 1), row
-        axes.annotate(f"{median:.3g}", end, (6, 0), textcoords="offset points", va="center")
+    limits = {name: numbers["over_limit"] for name, numbers in implementations.items() if name != peers.LIMIT}
+    shown = pd.DataFrame(limits).T
+    own = {
+        name: "hookdrop without its compiled kernel" if name.endswith(peers.NO_KERNEL) else "hookdrop"
+        for name in limits
+    }
+    colors, hatches = zip(
+        *(KINDS[own[name] if name.startswith("hookdrop") else "others"] for name in limits), strict=True
+    )
+    error = [shown["median"] - shown["low"], shown["high"] - shown["median"]]
+    style = {"edgecolor": "white", "error_kw": {"ecolor": "#333333", "capsize": 3, "elinewidth": 1}}
+    bars = axes.barh(list(limits), shown["median"] - 1, left=1, xerr=error, color=colors, hatch=hatches, **style)
+    axes.bar_label(bars, [f"{median:.3g}" for median in shown["median"]], padding=6)
     axes.axvline(1, color=LIMIT, linewidth=1.5)
-    axes.set_xscale("log")
+    axes.set(xscale="log", ylim=(len(shown) - 0.5, -0.5))
     axes.margins(x=0.12)
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("")
-    axes.set_yticks(range(len(shown)), list(shown))
-    axes.set_ylim(len(shown) - 0.5, -0.5)
-
-
-def _kind(name: str) -> str:
-    if not name.startswith("hookdrop"):
-        return "others"
-    return "hookdrop without its compiled kernel" if name.endswith(peers.NO_KERNEL) else "hookdrop"
 
 
 def _label(axes: Axes, title: str, x: str) -> None:

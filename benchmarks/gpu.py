@@ -5,13 +5,13 @@ It runs the tests of the GPU kernels and the programs that time them, and writes
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,33 +20,23 @@ from machine import format_machine, machine_info
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 480  # seconds
-STEPS: dict[str, tuple[str, ...]] = {
-    "tests": (
-        *("-m", "pytest", "-q", "tests/unit/kernels/test_triton_dropblock.py"),
-        *("tests/unit/kernels/test_no_synchronization.py", "tests/benchmarks/test_launches.py"),
-    ),
-    "launches": ("benchmarks/launches.py",),
-    "speed": (
-        *("benchmarks/speed.py", "--device", "cuda", "--part", "memory", "main", "small", "--rounds", "15"),
-        *("--json", "{out}/results.json"),
-    ),
-    "train_step": (
-        *("benchmarks/train_step.py", "--device", "cuda", "--part", "resnet", "compiled", "--batch", "128"),
-        *("--rounds", "15", "--json", "{out}/train_step.json"),
-    ),
+STEPS = {
+    "tests": "-m pytest -q tests/unit/kernels/test_triton_dropblock.py tests/unit/kernels/test_no_synchronization.py "
+    "tests/benchmarks/test_launches.py",
+    "launches": "benchmarks/launches.py",
+    "speed": "benchmarks/speed.py --device cuda --part memory main small --rounds 15 --json {out}/results.json",
+    "train_step": "benchmarks/train_step.py --device cuda --part resnet compiled --batch 128 --rounds 15 "
+    "--json {out}/train_step.json",
 }
 """What runs, in this order: arguments of Python, in which `{out}` is the folder of the results."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run all steps; the exit status is 0 if all succeeded."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
-    parser.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results/<device>)")
-    options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print(f"gpu: PyTorch {torch.__version__} finds no GPU; `make test` runs the kernels in Triton's interpreter.")
         return 1
-    out = options.out or ROOT / "benchmarks" / "results" / folder_name(torch.cuda.get_device_name())
+    out = ROOT / "benchmarks" / "results" / folder_name(torch.cuda.get_device_name())
     return run(STEPS, out, format_machine(machine_info("cuda")))
 
 
@@ -55,42 +45,30 @@ def folder_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def run(steps: Mapping[str, Sequence[str]], out: Path, machine: str, limit: float = LIMIT) -> int:
+def run(steps: Mapping[str, str], out: Path, machine: str, limit: float = LIMIT) -> int:
     """Run the steps one after another, and add each to the page, so that an interrupted run keeps its results."""
     out.mkdir(parents=True, exist_ok=True)
     page, end, failed = out / "README.md", time.monotonic() + limit, 0
     page.write_text(f"# hookdrop on a GPU\n\nWritten by `make gpu`.\n\n```console\n{machine}\n```\n")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    settings = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"}}
     for name, step in steps.items():
         print(f"{name} ...", flush=True)
-        command = [part.format(out=out) for part in step]
-        start = time.monotonic()
-        status, output = _run(command, max(0.0, end - start))
+        command, start = step.format(out=out), time.monotonic()
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": max(0.0, end - start)}
+        try:
+            done = subprocess.run([sys.executable, *shlex.split(command)], **settings, **pipes)
+            output, status = done.stdout, f"failed (exit status {done.returncode})" if done.returncode else "passed"
+        except subprocess.TimeoutExpired as error:
+            output, status = error.output or b"", "stopped: the time is over"
         failed += status != "passed"
         result = f"{name}: {status}, {time.monotonic() - start:.0f} s"
         print(result)
-        text = f"\n## {result}\n\n`{' '.join(['python', *command])}`\n\n```console\n{output.strip()}\n```\n"
+        text = f"\n## {result}\n\n`python {command}`\n\n```console\n{output.decode().strip()}\n```\n"
         with page.open("a") as file:
             file.write(text.replace(f"{ROOT}{os.sep}", ""))
     print(f"Results: {page}")
     return int(failed > 0)
-
-
-def _run(command: Sequence[str], limit: float) -> tuple[str, str]:
-    """Return how a step ended, and its output."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-    try:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "NO_COLOR": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=limit,
-        )
-    except subprocess.TimeoutExpired as error:
-        return "stopped: the time is over", (error.output or b"").decode()
-    status = "passed" if done.returncode == 0 else f"failed (exit status {done.returncode})"
-    return status, done.stdout.decode()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchvision
-from rich.table import Table
 from timm.layers.drop import drop_block_2d, drop_path
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hookdrop import functional
-from terminal import make_console
+from program import make_console, new_table
 
 P, BLOCK, SHAPE = 0.1, 7, (32, 256, 28, 28)
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -95,7 +94,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def main() -> None:
     """Print a table."""
-    table = Table("forward at 32x256x28x28, float32", "launches", "bytes per element")
+    table = new_table("", "forward at 32x256x28x28, float32", "launches", "bytes per element")
     for name, function in FUNCTIONS.items():
         counter = forward(function)
         table.add_row(name, str(counter.launches), f"{counter.bytes / torch.Size(SHAPE).numel():.2f}")

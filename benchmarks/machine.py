@@ -1,9 +1,10 @@
-"""The hardware and the versions that results depend on, and the file that keeps them with the results."""
+"""The hardware and the versions that results depend on."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ def machine_info(device: str = "cpu") -> dict[str, Any]:
         torch,
         torchvision,
         timm,
-        *(sys.modules[name] for name in ("transformers",) if name in sys.modules),
+        *([sys.modules["transformers"]] if "transformers" in sys.modules else []),
     ]
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*: (.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     return {
-        "cpu": _cpu(),
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "device": device if device == "cpu" else torch.cuda.get_device_name(),
         "threads": torch.get_num_threads(),
@@ -45,12 +48,3 @@ def format_machine(found: dict[str, Any]) -> str:
         f"{found['cpu']}, {found['cores']} cores, {found['threads']} threads{where}; {versions}\n"
         f"hookdrop's compiled kernel: {built}."
     )
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

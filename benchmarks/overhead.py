@@ -4,10 +4,8 @@ All jobs run in one process, in a new random order each round (see timing.py), a
 hooked model and a control copy without hooks share the weights of the original model, so that only their modules
 differ. The control shows what the method reports if there is no difference.
 
-A requirement is an upper bound on a median, which has a 95 % bootstrap interval. It is met if the whole interval is
-within the bound, missed if the whole interval is above it, and inconclusive otherwise. Ratios characterize the code;
-times also depend on the machine. Run nothing else at the same time; the script warns if other processes often preempt
-the jobs.
+The results are medians with 95 % bootstrap intervals. Ratios characterize the code; times also depend on the machine.
+Run nothing else at the same time; the script warns if other processes often preempt the jobs.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import timm
@@ -34,54 +32,40 @@ import hookdrop
 import peers
 import program
 from hookdrop import DropBlock, Dropout, LateSchedule, LinearSchedule
-from thresholds import new_table, verdict, warn_if_busy
-from timing import Samples, measure, time_call
+from timing import Samples, measure, time_call, warn_if_busy
 
 MODELS = {"torchvision": torchvision.models.resnet50, "timm": partial(timm.create_model, "resnet50")}
 BLOCKS, INPUTS, QUICK_INPUTS = "layer?.*", ((1, 224), (8, 224), (1, 64)), ((1, 32),)
 """Batch size and edge of the images. The cost of a hook is constant, so its share is largest in short forwards."""
-FORWARD_MAX, CALL_MAX, SITE_MAX, PLAN_MAX, STEP_MAX = 1.005, 2.0, 150.0, 10.0, 2.5
-"""A ratio; microseconds that an idle hook adds to a call, and of `inject` per site; milliseconds of `plan`, `step`."""
-PAIRS = (
-    ("hooked", "clean", FORWARD_MAX),
-    ("empty hooks", "clean", None),
-    ("copy", "clean", None),
-    ("hooked", "empty hooks", None),
-)
-"""The ratios and their upper bounds. The last compares hookdrop with empty hooks."""
+PAIRS = (("hooked", "clean"), ("empty hooks", "clean"), ("copy", "clean"), ("hooked", "empty hooks"))
+"""The ratios. The last compares hookdrop with empty hooks."""
 LAYERS = ("layer3.*", "**.bn2", "**", nn.BatchNorm2d, re.compile(r"layer\d\.\d+\.conv\d"))
 REGULARIZER = DropBlock(p=0.1, block_size=7)
 CALLS, STEP_SITES, SITE_COUNTS = 1000, 50, (1, 10, 100, 1000, 10_000)
 SITE_JOBS, SITES_EVERY = ("inject", "step", "find", "remove"), 5
 """Placing thousands of hooks is slow, so it runs once in this many rounds."""
-NEVER = 10**8
-"""A step that no measurement reaches."""
-RESAMPLES = 2000
+NEVER, RESAMPLES = 10**8, 2000
+"""A step that no measurement reaches; the number of bootstrap samples."""
 Job = Callable[[], object]
+Rows = dict[str, list[float]]
+"""The values of all rounds, by what they measure."""
 
 
-class Row(NamedTuple):
-    """The values of all rounds, and the upper bound on their median."""
-
-    values: list[float]
-    must: float | None = None
-
-    def numbers(self) -> dict[str, Any]:
-        """Return the median, its 95 % bootstrap interval with a fixed seed, and the verdict: "-" without a bound."""
-        drawn = np.random.default_rng(0).choice(np.asarray(self.values), (RESAMPLES, len(self.values)))
-        low, high = (float(x) for x in np.quantile(np.median(drawn, axis=1), (0.025, 0.975)))
-        found = {"low": low, "median": float(np.median(self.values)), "high": high, "must": self.must}
-        return {**found, "verdict": judge(low, high, self.must), "values": self.values}
+def interval(values: Sequence[float]) -> dict[str, Any]:
+    """Return the values, their median, and its 95 % bootstrap interval with a fixed seed."""
+    drawn = np.random.default_rng(0).choice(np.asarray(values), (RESAMPLES, len(values)))
+    low, high = (float(x) for x in np.quantile(np.median(drawn, axis=1), (0.025, 0.975)))
+    return {"low": low, "median": float(np.median(values)), "high": high, "values": values}
 
 
-def judge(low: float, high: float, must: float | None) -> str:
-    """Return whether an interval meets an upper bound."""
-    if must is None:
-        return "-"
-    return "inconclusive" if low <= must < high else verdict(high <= must)
+def compared(samples: Mapping[str, Samples], over: str, under: str, scale: float = 0.0) -> list[float]:
+    """Divide the times of `over` by those of `under` in the rounds that have both, or subtract them, times `scale`."""
+    above, below = samples[over].seconds, samples[under].seconds
+    turns = [turn for turn in above if turn in below]
+    return [scale * (above[turn] - below[turn]) if scale else above[turn] / below[turn] for turn in turns]
 
 
-def forward(options: argparse.Namespace, console: Console) -> dict[str, Row]:
+def forward(options: argparse.Namespace, console: Console) -> Rows:
     """Compare eval forwards with hookdrop, with empty hooks, of a copy without hooks, and of the original model."""
     rows = {}
     for library, make in MODELS.items():
@@ -98,7 +82,7 @@ def forward(options: argparse.Namespace, console: Console) -> dict[str, Row]:
                     jobs = {name: partial(one, x) for name, one in models.items()}
                     samples = measure(jobs, options.rounds, options.device)
                 warn_if_busy(console, samples, case)
-                rows |= {f"{case}: {over} / {under}": _ratio(samples, over, under, must) for over, under, must in PAIRS}
+                rows |= {f"{case}: {over} / {under}": compared(samples, over, under) for over, under in PAIRS}
     return rows
 
 
@@ -109,12 +93,6 @@ def twin(model: nn.Module) -> nn.Module:
 
 def empty(*_: Any) -> None:
     """An empty hook that is a function."""
-
-
-def _ratio(samples: Mapping[str, Samples], over: str, under: str, must: float | None) -> Row:
-    """Divide the times of `over` by those of `under`, in the rounds that have both."""
-    above, below = samples[over].seconds, samples[under].seconds
-    return Row([above[turn] / below[turn] for turn in above if turn in below], must)
 
 
 class Tiny(nn.Module):
@@ -129,27 +107,13 @@ class Tiny(nn.Module):
         return x
 
 
-class Case(NamedTuple):
-    """A module to call, and the upper bound on the microseconds that its hook adds."""
-
-    module: nn.Module
-    bound: float | None = None
-    gradients: bool = False
-
-
-def call(options: argparse.Namespace, console: Console) -> dict[str, Row]:
+def call(options: argparse.Namespace, console: Console) -> Rows:
     """Measure what a hook adds to the call of a module that does nothing."""
-    x, cases = torch.ones(1, 4, 8, 8), {}
-    for name in ("clean", "another module without a hook", "an empty function as hook"):
-        cases[name] = Case(Tiny())
-    cases["an empty function as hook"].module.register_forward_hook(empty)
-    cases |= {"in an nn.Sequential instead": Case(nn.Sequential(Tiny(), nn.Identity())), **_cases_with_hookdrop(x)}
-    samples = measure({name: partial(_call, case, x) for name, case in cases.items()}, options.rounds)
-    warn_if_busy(console, samples, "calls")
-    return {name: _added(samples, name, "clean", 1e6 / CALLS, cases[name].bound) for name in cases if name != "clean"}
+    x, others = torch.ones(1, 4, 8, 8), ("clean", "another module without a hook", "an empty function as hook")
+    cases: dict[str, nn.Module] = {name: Tiny() for name in others}
+    cases["an empty function as hook"].register_forward_hook(empty)
+    cases["in an nn.Sequential instead"] = nn.Sequential(Tiny(), nn.Identity())
 
-
-def _cases_with_hookdrop(x: Tensor) -> dict[str, Case]:
     def hooked(**arguments: Any) -> nn.Module:
         module = Tiny()
         hookdrop.inject(module, layers=module, **{"regularizer": REGULARIZER, **arguments})
@@ -159,32 +123,31 @@ def _cases_with_hookdrop(x: Tensor) -> dict[str, Case]:
     next(iter(hookdrop.find(off))).enabled = False
     for module in (zero, waiting):
         module(x)  # The first call checks the shape, even at rate 0.
-    return {
-        "hookdrop, eval": Case(hooked().eval(), CALL_MAX),
-        "hookdrop, eval, at the input": Case(hooked(at="input").eval(), CALL_MAX),
-        "hookdrop, training, disabled": Case(off, CALL_MAX, gradients=True),
-        "hookdrop, training, rate 0": Case(zero, CALL_MAX, gradients=True),
-        # Without a bound: these hooks also check whether the layer is being trained and the schedule advances, or
-        # read the RNG state, since a checkpoint may recompute a forward without gradients.
-        "hookdrop, training, a schedule waits": Case(waiting, gradients=True),
-        "hookdrop, training without gradients": Case(zero),
-        "hookdrop, eval with gradients, never trained": Case(hooked().eval(), gradients=True),
+    cases |= {
+        "hookdrop, eval": hooked().eval(),
+        "hookdrop, eval, at the input": hooked(at="input").eval(),
+        "hookdrop, training, disabled": off,
+        "hookdrop, training, rate 0": zero,
+        # These hooks also check whether the layer is being trained and the schedule advances, or read the RNG state,
+        # since a checkpoint may recompute a forward without gradients.
+        "hookdrop, training, a schedule waits": waiting,
+        "hookdrop, training without gradients": zero,
+        "hookdrop, eval with gradients, never trained": hooked().eval(),
     }
+    gradients = {name for name in cases if "training, " in name or "with gradients" in name}
+    jobs = {name: partial(_call, module, x, name in gradients) for name, module in cases.items()}
+    samples = measure(jobs, options.rounds)
+    warn_if_busy(console, samples, "calls")
+    return {name: compared(samples, name, "clean", 1e6 / CALLS) for name in cases if name != "clean"}
 
 
-def _call(case: Case, x: Tensor) -> None:
-    with torch.set_grad_enabled(case.gradients):
+def _call(module: nn.Module, x: Tensor, gradients: bool) -> None:
+    with torch.set_grad_enabled(gradients):
         for _ in repeat(None, CALLS):
-            case.module(x)
+            module(x)
 
 
-def _added(samples: Mapping[str, Samples], name: str, base: str, scale: float, must: float | None) -> Row:
-    """Subtract the times of `base` from those of `name`, times `scale`, in the rounds that have both."""
-    above, below = samples[name].seconds, samples[base].seconds
-    return Row([scale * (above[turn] - below[turn]) for turn in above if turn in below], must)
-
-
-def sites(options: argparse.Namespace, console: Console) -> dict[str, Row]:
+def sites(options: argparse.Namespace, console: Console) -> Rows:
     """Inject, step, find and remove at 1 to 10,000 sites with different rates, with garbage collection enabled."""
     times = {(job, count): Samples() for job in SITE_JOBS for count in SITE_COUNTS}
     models = {count: _sequence(count) for count in SITE_COUNTS}
@@ -200,14 +163,14 @@ def sites(options: argparse.Namespace, console: Console) -> dict[str, Row]:
             _time(found["find"], turn, partial(hookdrop.find, model))
             _time(found["remove"], turn, drop.remove)
     warn_if_busy(console, {f"{job}, {count}": found for (job, count), found in times.items()}, "sites")
-    bounds = {("inject", 1000): SITE_MAX}
     rows = {
-        f"{job}, {count:,} sites": Row(
-            [1e6 / count * time for time in found.seconds.values()], bounds.get((job, count))
-        )
+        f"{job}, {count:,} sites": [1e6 / count * time for time in found.seconds.values()]
         for (job, count), found in times.items()
     }
-    return rows | {f"slope of {job}, 100 to 10,000 sites": _slope(times, job) for job in SITE_JOBS}
+    for job in SITE_JOBS:  # the exponent of the number of sites in the time: 1 is linear
+        most, least = times[job, 10_000].seconds, times[job, 100].seconds
+        rows[f"slope of {job}, 100 to 10,000 sites"] = [math.log10(most[turn] / least[turn]) / 2 for turn in most]
+    return rows
 
 
 def _sequence(count: int) -> nn.Sequential:
@@ -222,13 +185,7 @@ def _time(samples: Samples, turn: int, job: Job) -> None:
     samples.seconds[turn], samples.faults[turn], samples.switches[turn] = time_call(job, 1, "cpu")
 
 
-def _slope(times: Mapping[tuple[str, int], Samples], job: str) -> Row:
-    """The exponent of the number of sites in the time of a job: 1 is linear."""
-    most, least = times[job, 10_000].seconds, times[job, 100].seconds
-    return Row([math.log10(most[turn] / least[turn]) / 2 for turn in most])
-
-
-def plan(options: argparse.Namespace, console: Console) -> dict[str, Row]:
+def plan(options: argparse.Namespace, console: Console) -> Rows:
     """Plan for a resnet50, without an example."""
     jobs: dict[str, Job] = {}
     for library, make in MODELS.items():
@@ -238,10 +195,10 @@ def plan(options: argparse.Namespace, console: Console) -> dict[str, Row]:
             jobs[f"plan, {library}, {name}"] = partial(hookdrop.plan, model, REGULARIZER, layers=layers)
     samples = measure(jobs, options.rounds)
     warn_if_busy(console, samples, "plans")
-    return _milliseconds(samples, PLAN_MAX)
+    return {name: [1e3 * seconds for seconds in found.seconds.values()] for name, found in samples.items()}
 
 
-def step(options: argparse.Namespace, console: Console) -> dict[str, Row]:
+def step(options: argparse.Namespace, console: Console) -> Rows:
     """Measure steps of a schedule with 50 sites of different rates, and what `follow` adds to an optimizer step."""
     models = {name: _sequence(STEP_SITES) for name in ("stepped", "followed", "clean")}
     drop, followed = (_inject_ramp(models[name]) for name in ("stepped", "followed"))
@@ -257,15 +214,11 @@ def step(options: argparse.Namespace, console: Console) -> dict[str, Row]:
     }
     samples = measure(jobs, options.rounds)
     warn_if_busy(console, samples, "steps")
-    rows = _milliseconds({name: samples[name] for name in ("step", "seek")}, STEP_MAX)
-    return rows | {"follow": _added(samples, "follow", "optimizer", 1e3, STEP_MAX)}
+    rows = {name: [1e3 * seconds for seconds in samples[name].seconds.values()] for name in ("step", "seek")}
+    return rows | {"follow": compared(samples, "follow", "optimizer", 1e3)}
 
 
-def _milliseconds(samples: Mapping[str, Samples], must: float) -> dict[str, Row]:
-    return {name: Row([1e3 * seconds for seconds in found.seconds.values()], must) for name, found in samples.items()}
-
-
-ROWS: dict[str, tuple[str, int, Callable[[argparse.Namespace, Console], dict[str, Row]]]] = {
+ROWS: dict[str, tuple[str, int, Callable[[argparse.Namespace, Console], Rows]]] = {
     "forward": ("Eval forward of a resnet50 with a hook on each of its 16 blocks: ratios of times", 4, forward),
     "call": ("Time added to the call of a layer: microseconds", 2, call),
     "sites": ("1 to 10,000 sites: microseconds per site, and the exponent of their number", 3, sites),
@@ -278,12 +231,11 @@ ROWS: dict[str, tuple[str, int, Callable[[argparse.Namespace, Console], dict[str
 def _part(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure, print a table, and return the numbers."""
     title, digits, measured = ROWS[name]
-    rows = {label: row.numbers() for label, row in measured(options, console).items()}
-    table = new_table(f"\n{title}", "", "median [95 %]", "required", "verdict")
+    rows = {label: interval(values) for label, values in measured(options, console).items()}
+    table = program.new_table(f"\n{title}", "", "median [95 %]")
     for label, row in rows.items():
         low, median, high = (f"{row[key]:.{digits}f}" for key in ("low", "median", "high"))
-        bound = "-" if row["must"] is None else f"<= {row['must']:g}"
-        table.add_row(label, f"{median} [{low}, {high}]", bound, row["verdict"])
+        table.add_row(label, f"{median} [{low}, {high}]")
     console.print(table)
     return {"title": title, "rows": rows}
 
@@ -293,8 +245,7 @@ PARTS = {name: partial(_part, name) for name in ROWS}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    parser = program.parser(__doc__, PARTS, rounds=200, out="runs/overhead/results.json")
-    return program.main(parser.parse_args(argv), PARTS)
+    return program.main(program.parser(__doc__, PARTS, 200, "runs/overhead/results.json").parse_args(argv), PARTS)
 
 
 if __name__ == "__main__":

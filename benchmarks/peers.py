@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,8 +19,7 @@ from torch import Tensor
 from hookdrop import functional
 from hookdrop.kernels import native as kernel
 
-P = 0.1
-BLOCK = 7
+P, BLOCK = 0.1, 7
 DRAWS, SHARED_DRAWS = 20, 50
 SHAPES = ((32, 256, 28, 28), (32, 1024, 14, 14), (16, 256, 56, 56))
 GPU_SHAPES = (*SHAPES, (32, 2048, 7, 7), (16, 64, 112, 112))
@@ -33,8 +32,8 @@ TORCH_DROPOUT, TORCH_DROPOUT2D = "F.dropout", "F.dropout2d"
 DROP_PATH, TIMM_DROP_PATH = "hookdrop drop_path", "timm drop_path"
 NO_KERNEL = ", no kernel"
 
-_BLOCKS = (BATCH, SAMPLE, EXPECTED, SHARED)
-_COMPILED = (*_BLOCKS, DROPOUT)
+BLOCKS = (BATCH, SAMPLE, EXPECTED, SHARED)
+_COMPILED = (*BLOCKS, DROPOUT)
 Shape = tuple[int, ...]
 
 
@@ -45,21 +44,6 @@ class Implementation:
     name: str
     call: Callable[[Tensor], Tensor]
     no_kernel: bool = False
-
-    @property
-    def from_hookdrop(self) -> bool:
-        """Whether hookdrop provides this function."""
-        return self.name.startswith("hookdrop")
-
-    @property
-    def drops_blocks(self) -> bool:
-        """Whether this is a DropBlock of hookdrop."""
-        return self.name.removesuffix(NO_KERNEL) in _BLOCKS
-
-    @property
-    def shares_mask(self) -> bool:
-        """Whether all channels of a sample share one mask."""
-        return "shared" in self.name
 
     def context(self) -> AbstractContextManager[None]:
         """Return the context manager for forward and backward."""
@@ -78,17 +62,8 @@ class Implementation:
 
 def implementations(p: float = P, block: int = BLOCK, device: str = "cpu") -> dict[str, Implementation]:
     """Return all implementations by name, including variants without the compiled kernel if it is available."""
-    found = {name: Implementation(name, call) for name, call in _calls(p, block).items()}
-    if device == "cpu" and kernel.available():
-        for name in _COMPILED:
-            variant = replace(found[name], name=name + NO_KERNEL, no_kernel=True)
-            found[variant.name] = variant
-    return found
-
-
-def _calls(p: float, block: int) -> dict[str, Callable[[Tensor], Tensor]]:
     drop_block = partial(functional.drop_block, p=p, block_size=block)
-    return {
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
         LIMIT: lambda x: x * 1.25,
         BATCH: drop_block,
         SAMPLE: partial(drop_block, normalize="sample"),
@@ -102,6 +77,10 @@ def _calls(p: float, block: int) -> dict[str, Callable[[Tensor], Tensor]]:
         DROPOUT: partial(functional.dropout, p=p),
         DROPOUT2D: partial(functional.dropout2d, p=p),
     }
+    found = {name: Implementation(name, call) for name, call in calls.items()}
+    if device == "cpu" and kernel.available():
+        found |= {name + NO_KERNEL: Implementation(name + NO_KERNEL, calls[name], True) for name in _COMPILED}
+    return found
 
 
 def drop_paths(p: float = P) -> dict[str, Implementation]:
@@ -132,7 +111,7 @@ def make_inputs(shape: Shape, device: str = "cpu") -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def dropped_fraction(implementation: Implementation, shape: Shape, draws: int = DRAWS, device: str = "cpu") -> float:
     """Measure the fraction of elements that an implementation drops."""
-    if implementation.shares_mask:
+    if "shared" in implementation.name:
         # A shared mask has few blocks, so draw more often; one channel suffices.
         shape, draws = (shape[0], 1, *shape[2:]), SHARED_DRAWS * draws
     ones = torch.ones(shape, device=device)

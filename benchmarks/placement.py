@@ -22,10 +22,9 @@ import hookdrop
 import sweep
 from hookdrop import InjectionError, LayerError
 from hookdrop.recipes import stochastic_depth, timm_dropblock
-from report import Sweep
+from sweep import Sweep
 
-P = 0.1
-TOLERANCE = 1e-6
+P, TOLERANCE = 0.1, 1e-6
 """timm rounds its rates to float32."""
 SCALES: dict[str, Any] = {
     "i / (n - 1)": "depth_from_zero",
@@ -33,12 +32,11 @@ SCALES: dict[str, Any] = {
     "p everywhere": "equal",
 }
 
-
 Rates = dict[str, tuple[float, ...]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare the architectures of this shard, and write placement.json and placement.md."""
+    """Compare the architectures, and write placement.json and placement.md."""
     options = sweep.parser(__doc__, out="runs/placement", memory=8.0).parse_args(argv)
     about = Sweep("placement", "The sites of the recipes and timm's", "python benchmarks/placement.py")
     return sweep.main(options, about, timm.list_models(), compare)

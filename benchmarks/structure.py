@@ -5,7 +5,6 @@ With the path of another checkout, it measures that one, so that two versions ca
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -13,10 +12,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-
-from rich.table import Table
-
-from terminal import make_console
 
 _MEMBERS = """
 import json, torch, hookdrop
@@ -55,14 +50,6 @@ def _python(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, env=env, cwd=root)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkout", nargs="?", type=Path, default=Path(__file__).parents[1])
-    table = Table("figure", "value")
-    for name, value in measure(parser.parse_args().checkout.resolve()).items():
-        table.add_row(name, str(value))
-    make_console().print(table)
-
-
 if __name__ == "__main__":
-    main()
+    for name, value in measure(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()).items():
+        print(f"{value:8,} {name}")

@@ -1,8 +1,9 @@
 """Run a list of named cases in child processes, with limits, and write a report of their records.
 
-A case is a name and a function that returns a record: a dict with `status`, one of `report.STATUSES`. Each record is
-a line of a journal. To resume an interrupted run, start it again with the same `--out`, and it skips what the journal
-has. A case that ends its process is recorded as crashed, and one that exceeds `--timeout` as not run.
+A case is a name and a function that returns a record: a dict with `status`, one of `STATUSES`. Each record is a line
+of a journal. To resume an interrupted run, start it again with the same `--out`, and it skips what the journals there
+have; so the journals of several machines can be merged in one folder. A case that ends its process is recorded as
+crashed, and one that exceeds `--timeout` as not run.
 """
 
 from __future__ import annotations
@@ -17,18 +18,39 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from pebble import ProcessExpired, ProcessPool
 
-import report
+from machine import machine_info
 from models.check import CheckFailed, NotRunnable
-from terminal import make_console, say
+from program import make_console, say
 
+STATUSES = {
+    "passed": "all checks passed",
+    "batch": 'all checks passed with `mode="batch"`; the default skips layers with a warning, or raises an error',
+    "partial": "the sites are right; the recipe warns that it skips other layers",
+    "meta": "too large for the memory limit: checked on the meta device only, without values",
+    "differs": "the library's own sites or rates are others",
+    "refused": "the recipe raises an error",
+    "failed": "a check failed",
+    "crashed": "the process ended",
+    "no layers": "no layer mixes tokens, or none drops in the library's own model",
+    "not built": "the tiny config gives no model",
+    "not run": "not finished in time, or no inputs found that run and train the model without hooks",
+}
+COVERED, FAILURES = ("passed", "batch"), ("failed", "crashed")
+NOT_COUNTED = ("no layers", "not built", "not run")
+LONGEST_LIST = 100
+"""Longer lists of models in families are left to the JSON file."""
 GIB = 2**30
 LIBRARIES = 4.0
 """GiB of address space that PyTorch and its libraries take, besides the models."""
@@ -37,64 +59,52 @@ Record = dict[str, Any]
 Check = Callable[[str, argparse.Namespace], Record]
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep is about: the name of its files, the title of its page, its command, and what it checks."""
+
+    name: str
+    title: str
+    command: str
+    about: str = ""
+    recipe: str = ""
+
+
 def parser(
     description: str | None, out: str, memory: float | None = None, timeout: int = 900
 ) -> argparse.ArgumentParser:
     """Create a parser with the options that all sweeps have."""
     found = argparse.ArgumentParser(description=(description or "").partition(":")[0])
-    found.add_argument("--only", type=_regular_expression, default="", metavar="PATTERN", help="to search in names")
-    found.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="check part I of N; I starts at 1")
-    found.add_argument(
-        "--workers", type=int, default=1, help="child processes (default: 1); 0: this process, no limits"
-    )
-    found.add_argument("--memory", type=float, default=memory, help="GiB per worker (default: %(default)s)")
-    found.add_argument("--timeout", type=int, default=timeout, help="seconds per name (default: %(default)s)")
-    found.add_argument("--out", type=Path, default=Path(out), help="output folder (default: %(default)s)")
-    found.add_argument("--again", nargs="+", default=(), choices=report.STATUSES, help="statuses to check again")
-    found.add_argument(
-        "--report", type=Path, nargs="+", metavar="PATH", help="only merge these folders or JSON reports"
-    )
-    found.add_argument("--hardware", default="", help="machine name in the report (default: its CPU)")
+    add = found.add_argument
+    add("--only", default="", metavar="PATTERN", help="a regular expression to search in names")
+    add("--workers", type=int, default=1, help="child processes (default: 1); 0: this process, no limits")
+    add("--memory", type=float, default=memory, help="GiB per worker (default: %(default)s)")
+    add("--timeout", type=int, default=timeout, help="seconds per name (default: %(default)s)")
+    add("--out", type=Path, default=Path(out), help="output folder (default: %(default)s)")
+    add("--again", nargs="+", default=(), choices=STATUSES, help="statuses to check again")
     return found
 
 
-def _regular_expression(text: str) -> str:
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
-    return text
-
-
-def _shard(text: str) -> tuple[int, int]:
-    index, _, count = text.partition("/")
-    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-        raise argparse.ArgumentTypeError(f"expected I/N with 1 <= I <= N, got {text!r}")
-    return int(index), int(count)
-
-
-def main(options: argparse.Namespace, sweep: report.Sweep, names: Sequence[str], check: Check) -> int:
-    """Check the names of this shard that have no record, and write the report; return 1 if one failed or crashed."""
+def main(options: argparse.Namespace, sweep: Sweep, names: Sequence[str], check: Check) -> int:
+    """Check the names that have no record, and write the report; return 1 if one failed or crashed."""
     console = make_console()
     options.out.mkdir(parents=True, exist_ok=True)
-    if not options.report:
-        index, count = options.shard
-        selected = [name for name in names if re.search(options.only, name)][index - 1 :: count]
-        if not selected:
-            sys.exit(f"no name matches {options.only!r}; names look like {names[0]!r}")
-        done = {one["name"] for one in report.records([options.out], sweep.name) if one["status"] not in options.again}
-        pending = [name for name in selected if name not in done]
-        say(console, f"{len(selected)} names, {len(selected) - len(pending)} done; {options.memory:.1f} GiB per worker")
-        with (options.out / f"{sweep.name}-{index}-of-{count}.jsonl").open("a") as journal:
-            journal.write("\n")  # ends half a line that a killed process left
-            for number, record in enumerate(run(pending, check, options), 1):
-                journal.write(json.dumps(record, allow_nan=False) + "\n")
-                journal.flush()
-                say(console, f"{number}/{len(pending)} {record['status']:8} {record['name']} {record.get('error', '')}")
-    results = report.merge(sweep, options.report or [options.out], names, options.hardware)
-    report.write(options.out, sweep, results)
-    say(console, f"{report.summary(sweep, results)}\n\nFull report: {options.out / sweep.name}.md and .json")
-    return int(any(record["status"] in report.FAILURES for record in results["models"]))
+    selected = [name for name in names if re.search(options.only, name)]
+    if not selected:
+        sys.exit(f"no name matches {options.only!r}; names look like {names[0]!r}")
+    done = {one["name"] for one in records(options.out, sweep.name) if one["status"] not in options.again}
+    pending = [name for name in selected if name not in done]
+    say(console, f"{len(selected)} names, {len(selected) - len(pending)} done; {options.memory:.1f} GiB per worker")
+    with (options.out / f"{sweep.name}-1-of-1.jsonl").open("a") as journal:
+        journal.write("\n")  # ends half a line that a killed process left
+        for number, record in enumerate(run(pending, check, options), 1):
+            journal.write(json.dumps(record, allow_nan=False) + "\n")
+            journal.flush()
+            say(console, f"{number}/{len(pending)} {record['status']:8} {record['name']} {record.get('error', '')}")
+    results = collect(options.out, sweep, names)
+    write(options.out, sweep, results)
+    say(console, f"{summary(results)}\n\nFull report: {options.out / sweep.name}.md and .json")
+    return int(any(record["status"] in FAILURES for record in results["models"]))
 
 
 def run(names: Sequence[str], check: Check, options: argparse.Namespace) -> Iterator[Record]:
@@ -142,9 +152,136 @@ def _checked(check: Check, name: str, options: argparse.Namespace) -> Record:
         record |= {"status": "not run", "error": str(error)}
     except Exception as error:
         text = str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
-        record |= {"status": "failed", "error": " ".join(text.split())[:300], "traceback": _short_traceback()}
+        lines = re.sub(r'File ".*?((?:[^/"]+/){0,3}[^/"]+)"', r'File "\1"', traceback.format_exc())
+        record |= {"status": "failed", "error": " ".join(text.split())[:300], "traceback": lines}
     return record | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def _short_traceback() -> str:
-    return re.sub(r'File ".*?((?:[^/"]+/){0,3}[^/"]+)"', r'File "\1"', traceback.format_exc())
+def records(path: Path, name: str = "*") -> list[Record]:
+    """Return the last record of each model in the journals of a folder, or in a JSON report."""
+    found: dict[str, Record] = {}
+    if path.suffix == ".json":
+        return list(json.loads(path.read_text())["models"])
+    for text in (text for file in sorted(path.glob(f"{name}-*.jsonl")) for text in file.read_text().splitlines()):
+        with suppress(json.JSONDecodeError):  # a process that ended while writing leaves half a line
+            one = json.loads(text)
+            found[one["name"]] = one
+    return list(found.values())
+
+
+def collect(path: Path, sweep: Sweep, names: Sequence[str]) -> dict[str, Any]:
+    """Collect the records of a folder in the order of `names`, with totals and versions."""
+    order = {name: index for index, name in enumerate(names)}
+    found = sorted(records(path, sweep.name), key=lambda record: order.get(record["name"], len(order)))
+    machine = machine_info()
+    return {
+        **({"recipe": sweep.recipe} if sweep.recipe else {}),
+        "hardware": machine["cpu"],
+        "versions": {"python": machine["python"], **machine["versions"]},
+        "kernel": machine["kernel"],
+        "totals": totals(found),
+        "models": found,
+    }
+
+
+def totals(found: Sequence[Record]) -> dict[str, int]:
+    """Count the models of each status."""
+    counts = Counter(record["status"] for record in found)
+    return {status: counts[status] for status in STATUSES}
+
+
+def coverage(counts: dict[str, int]) -> tuple[int, int]:
+    """Return the number of models that passed, and of those that were built and ran without hooks."""
+    return sum(counts[status] for status in COVERED), sum(counts[status] for status in set(counts) - {*NOT_COUNTED})
+
+
+def write(out: Path, sweep: Sweep, results: dict[str, Any]) -> None:
+    """Write the JSON file, with one line for each model, and the page."""
+    head = json.dumps({**results, "models": []}, indent=1, allow_nan=False).removesuffix("[]\n}")
+    rows = ",\n  ".join(json.dumps(record, allow_nan=False) for record in results["models"])
+    (out / f"{sweep.name}.json").write_text(f"{head}[\n  {rows}\n ]\n}}\n")
+    (out / f"{sweep.name}.md").write_text(markdown(sweep, results))
+
+
+def summary(results: dict[str, Any]) -> str:
+    """Summarize the coverage, in one line for each library."""
+    of_library: dict[str, list[Record]] = {}
+    for record in results["models"]:
+        library, colon, _ = record["name"].partition(":")
+        of_library.setdefault(f"{library}: " if colon else "", []).append(record)
+    lines = []
+    for library, found in of_library.items():
+        counts = totals(found)
+        covered, counted = coverage(counts)
+        others = [f"{count:,} {status}" for status, count in counts.items() if count and status not in COVERED]
+        text = f"{library}{covered:,} of {counted:,} models ({covered / max(counted, 1):.1%}) passed"
+        lines.append("; ".join([text, *others]) + ".")
+    return "\n\n".join(lines)
+
+
+def markdown(sweep: Sweep, results: dict[str, Any]) -> str:
+    """Format the page."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    found, counts = results["models"], totals(results["models"])
+    parts = [
+        f"# {sweep.title}",
+        f"Output of `{sweep.command}` on {results['hardware']}; {versions}.",
+        summary(results),
+        sweep.about,
+        *_statistics(found),
+        _table(("status", "models", "meaning"), [(s, counts[s], text) for s, text in STATUSES.items() if counts[s]]),
+        *(_list(sweep, status, [one for one in found if one["status"] == status]) for status in STATUSES),
+        _families([one for one in found if "family" in one]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _statistics(found: Sequence[Record]) -> Iterator[str]:
+    """Summarize sites, drop rates, warnings and problems over the records that have them."""
+    sites: Counter[str] = Counter()
+    for record in found:
+        sites.update(record["sites"] if isinstance(record.get("sites"), dict) else {})
+    if sites:
+        yield f"Sites: {', '.join(f'{count:,} {kind}' for kind, count in sites.most_common())}."
+    if trained := [record for record in found if "dropped" in record]:
+        elements = sum(record["elements"] for record in trained)
+        dropped, asked = (sum(one[key] * one["elements"] for one in trained) / elements for key in ("dropped", "asked"))
+        yield (
+            f"One training step of each of {len(trained):,} models dropped {dropped:.4%} of {elements:,} elements; "
+            f"the requested rate is {asked:.4%}."
+        )
+    if not_finite := sum(record.get("finite") is False for record in found):
+        yield f"With random weights, {not_finite} models return NaN or infinity; their bits are compared."
+    for key, text in {"warnings": "Warnings of `plan` and `inject`", "problems": "Problems found by `check`"}.items():
+        if counts := Counter(kind for record in found for kind in set(record.get(key, ()))):
+            yield f"{text}:\n\n{_table(('message', 'models'), counts.most_common())}"
+
+
+def _list(sweep: Sweep, status: str, found: Sequence[Record]) -> str:
+    """List the models of a status with their reasons; if there are families, their table counts those that passed."""
+    in_families = bool(found) and "family" in found[0]
+    if not found or (in_families and status == "passed"):
+        return ""
+    if in_families and len(found) > LONGEST_LIST:
+        text = f"The last table counts them by family, and {sweep.name}.json has the reasons."
+    elif any("error" in one for one in found):
+        text = _table(("model", "reason"), [(one["name"], one.get("error", "")) for one in found])
+    else:
+        text = ", ".join(one["name"] for one in found) + "."
+    return f"## {status.capitalize()}: {len(found)}\n\n{text}"
+
+
+def _families(found: Sequence[Record]) -> str:
+    """Return the number of models of each status by family; those of torchvision have a dot in their names."""
+    if not found:
+        return ""
+    table = pd.DataFrame(found)
+    counts = pd.crosstab(table["family"], table["status"], margins=True, margins_name="models").drop("models")
+    shown = ["models", *(status for status in STATUSES if status in counts)]
+    families = sorted(counts.index, key=lambda family: ("." in family, family))
+    return f"## Families\n\n{_table(('family', *shown), [(one, *counts.loc[one, shown]) for one in families])}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -18,14 +18,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rich.console import Console
+from torch import Tensor
+
+from program import say
 
 WARM_UPS = 3
 SLOW, SLOW_EVERY = 0.15, 3
 """Jobs that take longer than `SLOW` seconds run in every third round only."""
 MIN_SECONDS, MAX_REPEATS = 2e-3, 50
 """Shorter jobs are repeated within their turn, at most `MAX_REPEATS` times."""
-MAX_SWITCHES = 50.0
-"""Involuntary context switches per second; a busy machine has hundreds, an idle one almost none."""
+MAX_SWITCHES, MAX_PREEMPTED = 50.0, 0.2
+"""Involuntary context switches per second (a busy machine has hundreds, an idle one almost none), and the fraction of
+turns with more that gives a warning."""
 
 
 class Quartiles(NamedTuple):
@@ -56,12 +61,13 @@ class Samples:
 
     def numbers(self) -> dict[str, Any]:
         """Return the values for the JSON file."""
+        seconds, faults, switches = (list(values.values()) for values in (self.seconds, self.faults, self.switches))
         return {
-            "milliseconds": Quartiles.of([1e3 * value for value in self.seconds.values()])._asdict(),
-            "page_faults_per_call": Quartiles.of(list(self.faults.values()))._asdict(),
-            "involuntary_switches_per_call": Quartiles.of(list(self.switches.values()))._asdict(),
+            "milliseconds": Quartiles.of([1e3 * value for value in seconds])._asdict(),
+            "page_faults_per_call": Quartiles.of(faults)._asdict(),
+            "involuntary_switches_per_call": Quartiles.of(switches)._asdict(),
             "rounds": list(self.seconds),
-            "seconds_of_rounds": list(self.seconds.values()),
+            "seconds_of_rounds": seconds,
         }
 
 
@@ -70,7 +76,7 @@ def measure(jobs: Mapping[str, Callable[[], object]], rounds: int, device: str =
     samples = {name: Samples() for name in jobs}
     shuffler = random.Random(0)
     with _garbage_collection_disabled():
-        estimates = {name: _fastest(job, device) for name, job in jobs.items()}
+        estimates = {name: min(time_call(job, 1, device)[0] for _ in range(WARM_UPS)) for name, job in jobs.items()}
         for turn in range(rounds):
             names = [name for name in jobs if turn % (SLOW_EVERY if estimates[name] > SLOW else 1) == 0]
             shuffler.shuffle(names)
@@ -84,12 +90,20 @@ def measure(jobs: Mapping[str, Callable[[], object]], rounds: int, device: str =
 
 def time_call(job: Callable[[], object], repeats: int, device: str) -> tuple[float, float, float]:
     """Return seconds, page faults and involuntary context switches per call. On a GPU, its events measure the time."""
-    clock = _Clock() if device == "cpu" else _EventClock()
+    events: list[Any] = [] if device == "cpu" else [torch.cuda.Event(enable_timing=True) for _ in "ab"]  # type: ignore
     before = resource.getrusage(resource.RUSAGE_SELF)
-    clock.start()
+    if events:
+        torch.cuda.synchronize()
+        events[0].record()
+    started = time.perf_counter()
     for _ in range(repeats):
         job()
-    seconds, after = clock.stop(), resource.getrusage(resource.RUSAGE_SELF)
+    seconds = time.perf_counter() - started
+    if events:  # including the time in which the GPU waits for launches
+        events[1].record()
+        torch.cuda.synchronize()
+        seconds = events[0].elapsed_time(events[1]) / 1e3
+    after = resource.getrusage(resource.RUSAGE_SELF)
     faults, switches = after.ru_minflt - before.ru_minflt, after.ru_nivcsw - before.ru_nivcsw
     return seconds / repeats, faults / repeats, switches / repeats
 
@@ -100,43 +114,35 @@ def preempted_fraction(samples: Mapping[str, Samples]) -> float:
     return sum(rate > MAX_SWITCHES for rate in rates) / len(rates)
 
 
+def warn_if_busy(console: Console, samples: Mapping[str, Samples], where: str) -> None:
+    """Print a warning if other processes often preempted the jobs."""
+    if (fraction := preempted_fraction(samples)) > MAX_PREEMPTED:
+        say(console, f"  warning: {where}: other processes preempted {fraction:.0%} of the turns; see speed.py.")
+
+
+def saved_storages(forward: Callable[[], object]) -> dict[int, int]:
+    """The bytes of each storage that a forward saves for backward, by address: each counts once."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        # Keep each storage alive until all are counted, so that no address is reused.
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return {address: storage.nbytes() for address, storage in storages.items()}
+
+
 def ratios(samples: Mapping[str, Samples], over: str, under: str) -> Quartiles:
     """Divide the times of `over` by those of `under`, in the rounds that have both."""
     above, below = samples[over].seconds, samples[under].seconds
     return Quartiles.of([above[turn] / below[turn] for turn in above if turn in below])
 
 
-class _Clock:
-    """The time of the CPU."""
-
-    def start(self) -> None:
-        self._started = time.perf_counter()
-
-    def stop(self) -> float:
-        return time.perf_counter() - self._started
-
-
-class _EventClock:
-    """The time between two events on the GPU. It includes the time in which the GPU waits for launches."""
-
-    def start(self) -> None:
-        torch.cuda.synchronize()
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        self._events[0].record()
-
-    def stop(self) -> float:
-        self._events[1].record()
-        torch.cuda.synchronize()
-        return self._events[0].elapsed_time(self._events[1]) / 1e3
-
-
 def three_digits(value: float) -> str:
     """Format with three digits and without an exponent."""
     return f"{value:.0f}" if value >= 99.5 else f"{value:.{1 if value >= 9.995 else 2}f}"
-
-
-def _fastest(job: Callable[[], object], device: str) -> float:
-    return min(time_call(job, 1, device)[0] for _ in range(WARM_UPS))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,8 @@ import peers
 import program
 from hookdrop import inject
 from hookdrop.recipes import patch_dropout, stochastic_depth
-from thresholds import new_table, warn_if_busy
-from timing import measure, ratios
+from program import new_table
+from timing import measure, ratios, warn_if_busy
 
 CLEAN = "no dropping"
 LAYERS = ("layer3.*.conv*", "layer4.*.conv*")
@@ -64,33 +64,23 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def resnet(mode: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Time the steps of a ResNet in a mode, "eager" or "compiled"."""
-    steps = {name: partial(_resnet_step, name, mode, options) for name in RESNETS}
-    return _compare({f"{options.resnet}, {mode}": steps}, options, console)
-
-
-def vit(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Time the steps of ViTs that compute less."""
-    models = {model: {name: partial(_vit_step, name, model, options) for name in VARIANTS} for model in options.vits}
-    return _compare(models, options, console)
-
-
-def _compare(
-    models: Mapping[str, Mapping[str, Callable[[], Step]]], options: argparse.Namespace, console: Console
-) -> dict[str, Any]:
-    """Time the variants of each model, and print a column for it."""
+def compare(part: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Time the variants of each model of a part, and print a column for it."""
     results: dict[str, Any] = {}
     columns: dict[str, dict[str, str]] = {}
-    for model, makers in models.items():
-        steps = {name: make() for name, make in makers.items() if name == CLEAN or name in options.only}
+    mode = "compiled" if part == "compiled" else "eager"
+    vit = part == "vit"
+    for name in options.vits if vit else [options.resnet]:
+        model, variants = (name, [*VARIANTS]) if vit else (f"{name}, {mode}", RESNETS)
+        chosen = [variant for variant in variants if variant == CLEAN or variant in options.only]
+        steps = {one: _vit_step(one, name, options) if vit else _resnet_step(one, mode, options) for one in chosen}
         samples = measure(steps, options.rounds, options.device)
         warn_if_busy(console, samples, model)
         of_clean = {name: ratios(samples, name, CLEAN) for name in samples}
         columns[model] = {name: str(ratio) for name, ratio in of_clean.items()}
         results[model] = {name: {"ratio": of_clean[name]._asdict(), **samples[name].numbers()} for name in samples}
     table = new_table("A training step: time / time without dropping", "variant", *columns)
-    for name in next(iter(columns.values())):
+    for name in chosen:
         table.add_row(name, *(column[name] for column in columns.values()))
     console.print(table)
     return results
@@ -133,11 +123,7 @@ def _step(model: nn.Module, forward: Any, images: Tensor, options: argparse.Name
     return step
 
 
-PARTS: dict[str, program.Part] = {
-    "resnet": partial(resnet, "eager"),
-    "compiled": partial(resnet, "compiled"),
-    "vit": vit,
-}
+PARTS: dict[str, program.Part] = {part: partial(compare, part) for part in ("resnet", "compiled", "vit")}
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from families import tiny
 from families.layers import attentions, find_runs, stacks
 from families.recipes import CASES, run_case
 from models.check import NotRunnable, first_line
-from report import Sweep
+from sweep import Sweep
 
 _STUBS = {
     "clvp": "it indexes an embedding with what its decoder generates",
@@ -35,7 +35,7 @@ _STUBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the families of this shard; return 1 if one failed or crashed."""
+    """Check the families; return 1 if one failed or crashed."""
     parser = sweep.parser(__doc__, out="runs/transformers", memory=6.0, timeout=90)
     parser.add_argument("--recipe", choices=CASES, default="stochastic_depth")
     options = parser.parse_args(argv)
@@ -45,12 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_family(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Check the recipe in one family, and return the record.
-
-    Raises:
-        NotRunnable: no inputs are found that call all layers.
-        CheckFailed: a guarantee is broken, or a site has another meaning than it should.
-    """
+    """Check the recipe in one family, and return the record."""
     transformers.logging.set_verbosity_error()
     reason = _STUBS.get(name, "")
     models = iter(() if reason else tiny.models(name))

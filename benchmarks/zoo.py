@@ -27,9 +27,8 @@ from hookdrop import recipes
 from hookdrop.recipes import Recipe
 from models import catalog
 from models.catalog import Trial
-from models.check import Check, NotRunnable
-from models.sites import BLOCK, P
-from report import Sweep
+from models.check import BLOCK, Check, NotRunnable, P
+from sweep import Sweep
 
 MARGIN = 1.5 * sweep.GIB
 """For activations, the interpreter and its libraries."""
@@ -43,12 +42,11 @@ ABOUT = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the models of this shard; return 1 if a model failed or crashed."""
+    """Check the models; return 1 if a model failed or crashed."""
     options = parse_options(argv)
     title = f"{options.recipe} in timm and torchvision" if options.recipe else "Every timm and torchvision model"
-    command = f"python benchmarks/zoo.py{f' --recipe {options.recipe}' if options.recipe else ''}"
-    about = Sweep("zoo", title, command, ABOUT, options.recipe)
-    return sweep.main(options, about, catalog.names(), check_model)
+    command = f"python benchmarks/zoo.py --recipe {options.recipe}".removesuffix(" --recipe ")
+    return sweep.main(options, Sweep("zoo", title, command, ABOUT, options.recipe), catalog.names(), check_model)
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -71,10 +69,8 @@ def available_memory() -> float:
 def check_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Check the first trial of a model that runs without hookdrop, and return its record."""
     skeleton = catalog.skeleton_of(name)
-    record: dict[str, Any] = {
-        "family": catalog.family(name),
-        "parameters": sum(p.numel() for p in skeleton.parameters()),
-    }
+    parameters = sum(p.numel() for p in skeleton.parameters())
+    record: dict[str, Any] = {"family": catalog.family(name), "parameters": parameters}
     recipe = getattr(recipes, options.recipe)(p=P, block_size=BLOCK) if options.recipe else None
     trials = (trial for trial in catalog.trials(name, skeleton) if catalog.accepted(trial, skeleton))
     if (need := training_bytes(skeleton) / sweep.GIB) <= options.memory:
@@ -86,16 +82,11 @@ def check_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def training_bytes(model: nn.Module) -> float:
     """Estimate the memory of a training step without momentum: weights, gradients, buffers and a margin."""
-    buffers = sum(x.numel() * x.element_size() for x in model.buffers())
-    return buffers + sum(2 * x.numel() * x.element_size() for x in model.parameters()) + MARGIN
+    return MARGIN + sum(x.nbytes for x in (*model.buffers(), *model.parameters(), *model.parameters()))
 
 
 def check_first_runnable(trials: Iterator[Trial], device: str, recipe: Recipe | None = None) -> dict[str, Any]:
-    """Check the first trial that runs without hookdrop.
-
-    Raises:
-        NotRunnable: there is none.
-    """
+    """Check the first trial that runs without hookdrop."""
     reason = "the model accepts no input size that was tried"
     for trial in trials:
         if recipe is not None and (refusal := refusal_of(recipe, trial)):

@@ -73,9 +73,15 @@ HEADS = View(
     TOKENS.to_tensor,
     TOKENS.to_images,
 )
+SCORES = View(
+    "(N, H, L, S): the images as scores of three heads with a row for each query; -inf is black",
+    MAPS.to_tensor,
+    MAPS.to_images,
+)
 PATCHES = View(
     f"(N, C, L): the images as channels, each a patch of {PATCH}x{PATCH} pixels", TOKENS.to_tensor, TOKENS.to_images
 )
+WEIGHTS = View("parameters: the images, which were the same in gray at the injection", MAPS.to_tensor, MAPS.to_images)
 ROWS = View(
     "(N, T, C): the images as sequences, with a row per time step",
     lambda x: x.permute(0, 2, 1, 3).flatten(2),
@@ -99,8 +105,10 @@ EXAMPLES: dict[str, tuple[str, View]] = {
     "LockedDropout": ("LockedDropout(p=0.2, time_dim=1)", ROWS),
     "NEFTune": ("NEFTune(alpha=15)", EMBEDDINGS),
     "HeadDropout": ("HeadDropout(p=0.5, heads=3)", HEADS),
+    "DropKey": ("DropKey(p=0.2)", SCORES),
     "MixStyle": ("MixStyle(p=1.0, alpha=0.5)", MAPS),
     "DSU": ("DSU(p=1.0)", MAPS),
+    "Mixout": ("Mixout(p=0.5)", WEIGHTS),
     "Masksembles": ("Masksembles(n=4, scale=2.0, channel_dim=1)", PATCHES),
 }
 GRADIENTS = {
@@ -109,6 +117,7 @@ GRADIENTS = {
     "ScaleActivationGrad": ("ScaleActivationGrad(factor=-1.0)", "ScaleActivationGrad(factor=0.0)"),
     "NoiseActivationGrad": ("NoiseActivationGrad(std=0.5)",),
 }
+PENALTIES = ("ActivationPenalty(l2=1.0, slowness=0.0)", "ActivationPenalty(l2=0.0, slowness=1.0)")
 LAYER_DROP = "LayerDrop(p=0.5)"
 SAME_FIGURE = {"Dropout1d": "Dropout2d", "Dropout3d": "Dropout2d"}
 """Regularizers that differ from another one only in the number of axes."""
@@ -176,6 +185,10 @@ def sections(folder: Path) -> Iterator[tuple[str, str, Figure | None]]:
         calls = " and ".join(f"`{text}`" for text in texts)
         yield slug(name), f"{title}### {name}\n\n{calls}.", draw_gradients(texts)
         title = ""
+    calls = " and ".join(f"`{text}`" for text in PENALTIES)
+    title = "## Penalties\n\nThey add a term to the loss.\n\n"
+    text = f"{title}### ActivationPenalty\n\nActivations, and the gradients of {calls}; time runs down."
+    yield "activationpenalty", text, draw_penalties()
     yield "schedules", "## Schedules\n\nThe multiplier of the rate by optimizer step.", draw_schedules()
     yield from recipe_sections(images)
     path = folder / "see.png"
@@ -210,7 +223,9 @@ def photographs() -> Tensor:
 def before_and_after(regularizer: Regularizer, images: Tensor, view: View) -> Figure:
     """Draw the images before and after the regularizer."""
     torch.manual_seed(2)
-    after = view.to_images(regularizer.train()(view.to_tensor(images)))
+    x = view.to_tensor(images)
+    context = {"start": x.mean(1, keepdim=True).expand_as(x)} if "start" in regularizer.needs else {}
+    after = view.to_images(regularizer.train()(x, **context))
     return draw_rows({"before": images, "after": after.clamp(0, 1)})
 
 
@@ -258,7 +273,7 @@ def grid(figure: Figure, rows: int) -> list[Any]:
 
 
 def draw_gradients(texts: tuple[str, ...]) -> Figure:
-    """Draw a gradient before and after each regularizer; blue is negative, red is positive."""
+    """Draw a gradient before and after each regularizer."""
     torch.manual_seed(1)
     incoming = interpolate(torch.randn(COLUMNS, 1, 8, 8), EDGE, mode="bicubic")
     rows = {"before": incoming}
@@ -266,12 +281,28 @@ def draw_gradients(texts: tuple[str, ...]) -> Figure:
         x = torch.zeros(COLUMNS, 1, EDGE, EDGE, requires_grad=True)
         parse(text).train()(x).backward(incoming)
         rows[text.partition("(")[2].rstrip(")").partition(",")[0]] = x.grad
+    return draw_signed(rows, "gradient")
+
+
+def draw_penalties() -> Figure:
+    """Draw activations, as sequences with a row per time step, and the gradients of the two terms."""
+    torch.manual_seed(1)
+    rows = {"h": interpolate(torch.randn(COLUMNS, 1, 8, 8), EDGE, mode="bicubic")}
+    for text, label, scale in zip(PENALTIES, ("l2", "slowness"), (1.0, 16.0), strict=True):
+        x = rows["h"].flatten(1, 2).requires_grad_()
+        (gradient,) = torch.autograd.grad(parse(text).penalize(x, 1.0), x)
+        rows[label] = gradient.unflatten(1, (1, EDGE)) * x.numel() * scale / 2.0
+    return draw_signed(rows, "value, or gradient with a factor")
+
+
+def draw_signed(rows: dict[str, Tensor], label: str) -> Figure:
+    """Draw the first channel of images in rows; blue is negative, red is positive."""
     figure = Figure(figsize=(COLUMNS * 1.2 + 1.2, len(rows) * 1.2), layout="constrained")
     all_axes = grid(figure, len(rows))
-    for axes, (label, image) in zip(all_axes, cells(rows), strict=True):
+    for axes, (name, image) in zip(all_axes, cells(rows), strict=True):
         drawn = axes.imshow(image[0].detach().numpy(), cmap="RdBu_r", norm=TwoSlopeNorm(0.0, -3.0, 3.0))
-        axes.set_ylabel(label.replace("=", "\n= "))  # two lines, to fit the height of a row
-    figure.colorbar(drawn, ax=all_axes, label="gradient", fraction=0.02)
+        axes.set_ylabel(name.replace("=", "\n= "))  # two lines, to fit the height of a row
+    figure.colorbar(drawn, ax=all_axes, label=label, fraction=0.02)
     return figure
 
 

@@ -12,7 +12,7 @@ from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.text import parse
 from hookdrop.injection.verbs import inject, plan, update_bn, without_hooks
 from hookdrop.regularizers import *
-from hookdrop.regularizers import Rate, Regularizer
+from hookdrop.regularizers import Penalty, Rate, Regularizer
 from hookdrop.schedules import *
 from hookdrop.utils.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.utils.seeding import seed_per_rank
@@ -30,6 +30,7 @@ __all__ = [
     "InjectionError",
     "InjectionSpec",
     "LayerError",
+    "Penalty",
     "Plan",
     "Prediction",
     "Rate",

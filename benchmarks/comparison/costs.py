@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from comparison.analysis.schema import Spread
+from comparison.analysis.summary import Costs
 from comparison.engines.store import replace_file
 from comparison.run.run_setup import RunSetup, at_final_rate
 from comparison.run.training import batch_of, step
 from comparison.spec.run_spec import Run
 from comparison.spec.study import Entry
+from timing import saved_storages
 
-STEPS_IN_TURN = 4
-FEWEST_ROUNDS = 5
+STEPS_IN_TURN, FEWEST_ROUNDS = 4, 5
 
 
-def measure(entries: Sequence[Entry], seconds: float, path: Path) -> dict[tuple[str, str], tuple[Spread, Spread]]:
+def measure(entries: Sequence[Entry], seconds: float, path: Path) -> Costs:
     """Time and memory relative to none, by cell and arm. Earlier measurements of the same runs are read from `path`.
 
     Call this in a separate process, when nothing else is running.
@@ -48,11 +49,7 @@ def measure(entries: Sequence[Entry], seconds: float, path: Path) -> dict[tuple[
 def measure_cell(runs: Mapping[str, Run], seconds: float) -> dict[str, tuple[list[float], list[float]]]:
     """Measure training steps at the final rate: ratios to `none` in the same round, of time and of memory, by arm.
 
-    The arms take turns, so that changes in machine speed affect all of them equally.
-
-    Args:
-        runs: One run per arm, including `none`.
-        seconds: No round starts after this time.
+    The arms take turns, so that changes in machine speed affect all of them equally. No round starts after `seconds`.
     """
     torch.set_num_threads(1)
     setups = {name: at_final_rate(run) for name, run in runs.items()}
@@ -68,11 +65,12 @@ def measure_cell(runs: Mapping[str, Run], seconds: float) -> dict[str, tuple[lis
 
 
 def _time(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> float:
-    _synchronize(setup)
+    synchronize: Any = torch.cuda.synchronize if setup.device.type == "cuda" else lambda: None
+    synchronize()
     started = time.perf_counter()
     for _ in range(STEPS_IN_TURN):
         step(setup, x_BCHW, y_B)
-    _synchronize(setup)
+    synchronize()
     return time.perf_counter() - started
 
 
@@ -83,21 +81,7 @@ def _memory(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> float:
         torch.cuda.reset_peak_memory_stats(setup.device)
         step(setup, x_BCHW, y_B)
         return float(torch.cuda.max_memory_allocated(setup.device))
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        # Keep a reference so that the address is not reused.
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        setup.forward(x_BCHW)
-    return float(sum(storage.nbytes() for storage in storages.values()))
-
-
-def _synchronize(setup: RunSetup) -> None:
-    if setup.device.type == "cuda":
-        torch.cuda.synchronize(setup.device)
+    return float(sum(saved_storages(lambda: setup.forward(x_BCHW)).values()))
 
 
 def _spread(values: Sequence[float]) -> Spread:

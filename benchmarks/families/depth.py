@@ -86,8 +86,7 @@ def check_sites(
         for name, layer in layers:
             # The blocks of a container that is never called are checked below.
             container = name not in plain and any(block.startswith(f"{name}.") for block in known)
-            dropped = name.startswith(tuple(f"{site}." for site in sites))  # a part of a branch
-            if not container and not dropped:
+            if not container and not name.startswith(tuple(f"{site}." for site in sites)):  # a part of a branch
                 _check_layer(name, layer, plain, zeroed, found)
         for name in known.keys() & zeroed.keys():
             if zeroed[name]:
@@ -158,7 +157,7 @@ def _check_additions(
     runs: Sequence[Run],
     blocks: Mapping[str, Sequence[str]],
     zeros: Mapping[str, float],
-    called: Collection[str],
+    called: Calls,
 ) -> dict[str, str]:
     """Return the problems of sites that a norm or another nonlinear function follows, one of each kind."""
     pairs = [(name, end) for name, ends in blocks.items() for end in ends if {name, end} <= set(called)]
@@ -177,10 +176,14 @@ def _additions_after(
     """Return the terms of the additions after the first call of a module; its later calls are multiplied by 0."""
     found, site = _Additions(), model.get_submodule(end)
     with _scaled(model, factors, first=end), site.register_forward_hook(found.start), found, torch.no_grad():
-        torch.manual_seed(0)
-        for run in runs:
-            run()
+        _run_all(runs)
     return found.terms
+
+
+def _run_all(runs: Sequence[Run]) -> None:
+    torch.manual_seed(0)
+    for run in runs:
+        run()
 
 
 class _Additions(TorchFunctionMode):
@@ -240,9 +243,7 @@ def record(model: nn.Module, runs: Sequence[Run], names: Sequence[str]) -> Calls
             module = model.get_submodule(name)
             # Not hooks: SqueezeBERT calls the forward of its layers.
             stack.enter_context(patch.object(module, "forward", recorded(name, module.forward)))
-        torch.manual_seed(0)
-        for run in runs:
-            run()
+        _run_all(runs)
     return calls
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
 from families.inputs import Inputs, attempts
+from models.check import first_line
 from models.footprint import tensors
 
 _MIXERS = re.compile("attention|attn|mla$|mixer|mamba|ssm|recurrent|rwkv|deltanet|retention|fourier", re.IGNORECASE)
@@ -89,15 +90,14 @@ def find_runs(model: PreTrainedModel) -> tuple[list[Run], list[str], str]:
             continue
         run, called, reason = _first_run(name, part)
         error = error or reason
-        done = [stack for stack in mine if all(_called(layer, called) for _, layer in waiting[stack])]
+        ran = {
+            stack: [any(id(one) in called for one in layer.modules()) for _, layer in waiting[stack]] for stack in mine
+        }
+        done = [stack for stack in mine if all(ran[stack])]
         if run is not None and done:
             runs.append(run)
             waiting = {stack: layers for stack, layers in waiting.items() if stack not in done}
     return runs, list(waiting), error
-
-
-def _called(layer: nn.Module, called: set[int]) -> bool:
-    return any(id(part) in called for part in layer.modules())
 
 
 def _first_run(name: str, part: PreTrainedModel) -> tuple[Run | None, set[int], str]:
@@ -106,20 +106,15 @@ def _first_run(name: str, part: PreTrainedModel) -> tuple[Run | None, set[int], 
     torch.manual_seed(0)
     for inputs in attempts(part):
         run, called = Run(name, part.eval(), inputs), set[int]()
-        with torch.no_grad(), watching(part, called):
+        with torch.no_grad(), ExitStack() as stack:
+            for module in part.modules():
+                stack.enter_context(
+                    module.register_forward_hook(lambda module, *_, called=called: called.add(id(module)))
+                )
             try:
                 run()
             except Exception as error:  # models reject inputs with any kind of error
-                reason = reason or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]
+                reason = reason or first_line(error)[:200]
                 continue
         return run, called, reason
     return None, set(), reason or f"no value for an argument of {type(part).__name__}.forward"
-
-
-@contextmanager
-def watching(model: nn.Module, called: set[int]) -> Iterator[None]:
-    """Add the id of every module that is called to `called`."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            stack.enter_context(module.register_forward_hook(lambda module, *_: called.add(id(module))))
-        yield

@@ -12,12 +12,15 @@ from torch import nn
 import hookdrop
 from families.depth import check_sites
 from families.layers import Run, float_tensors
+from families.own_dropout import check_own_dropout
 from families.units import check_heads, check_layers, check_patches, check_tokens
 from hookdrop import InjectionError, LayerError, recipes
 from hookdrop.recipes import Recipe
 from models.check import Behavior, require
 
 Record = dict[str, Any]
+Check = Callable[[nn.Module, Sequence[Run]], Record]
+"""The check of a recipe that places no hooks."""
 Planned = list[tuple[Run, hookdrop.Plan]]
 """The plans of a recipe, each with the forward that its sites were found in."""
 
@@ -32,8 +35,10 @@ class Case:
     """Whether the recipe has to accept each part of a model."""
 
 
-def run_case(case: Case, model: nn.Module, runs: Sequence[Run]) -> Record:
+def run_case(case: Case | Check, model: nn.Module, runs: Sequence[Run]) -> Record:
     """Return the record of the first settings with which the recipe covers the model, else of the first settings."""
+    if not isinstance(case, Case):
+        return case(model, runs)
     behavior = Behavior(model, lambda: [float_tensors(run()) for run in runs], strict=True)
     tried = []
     for status, recipe in case.recipes.items():
@@ -68,17 +73,15 @@ def _inject(behavior: Behavior, recipe: Recipe, runs: Sequence[Run]) -> tuple[Pl
 
 
 def check_depth(model: nn.Module, planned: Planned) -> Record:
-    """Check that the sites are the ends of all branches, and that a warning names all other layers.
-
-    Raises:
-        CheckFailed: a site is not the end of a branch, or no warning names a layer without sites.
-    """
+    """Check that the sites are the ends of all branches, and that a warning names all other layers."""
     blocks: dict[str, list[str]] = {}
     rows, inner, warnings = [], set(), []
     for run, plan in planned:
         prefix, facts = f"{run.name}." if run.name else "", plan.survey
         assert facts is not None
-        rows += [f"{prefix}{one.name}" for one in plan.sites if _draws_for_rows(one.regularizer)]
+        # These sites draw a mask for each row of the first axis.
+        drops: list[tuple[str, Any]] = [(f"{prefix}{one.name}", one.regularizer) for one in plan.sites]
+        rows += [name for name, drop in drops if drop.mode == "row" and drop.samples is None]
         inner |= {f"{prefix}{name}" for name, reason in facts.skippable.items() if reason}
         warnings += [f"{prefix}{one}" for text in plan.warnings for one in re.findall(r"'([\w.]+)'", text)]
         sites = {site.name for site in plan.sites}
@@ -97,17 +100,10 @@ def check_depth(model: nn.Module, planned: Planned) -> Record:
     return record
 
 
-def _draws_for_rows(drop: Any) -> bool:
-    return drop.mode == "row" and drop.samples is None
-
-
 def _is_warned(name: str, warned: Sequence[str], exact: bool) -> bool:
     """Whether a warning names the layer, or unless `exact` one like it: a warning names only the first of many."""
-    return name in warned if exact else any(f"{_pattern(one)}.".startswith(f"{_pattern(name)}.") for one in warned)
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
+    like = re.sub(r"\d+", "#", f"{name}.")
+    return name in warned if exact else any(re.sub(r"\d+", "#", f"{one}.").startswith(like) for one in warned)
 
 
 def _in_each(check: Callable[[Run, Any], None]) -> Callable[[nn.Module, Planned], Record]:
@@ -121,7 +117,7 @@ def _in_each(check: Callable[[Run, Any], None]) -> Callable[[nn.Module, Planned]
     return check_all
 
 
-CASES = {
+CASES: dict[str, Case | Check] = {
     "stochastic_depth": Case(
         {"passed": recipes.stochastic_depth(p=0.2), "batch": recipes.stochastic_depth(p=0.2, mode="batch")},
         check_depth,
@@ -130,5 +126,6 @@ CASES = {
     "head_dropout": Case({"passed": recipes.head_dropout(p=0.5)}, _in_each(check_heads)),
     "layer_drop": Case({"passed": recipes.layer_drop(p=0.5)}, _in_each(check_layers)),
     "patch_dropout": Case({"passed": recipes.patch_dropout(p=0.5)}, _in_each(check_patches)),
+    "set_dropout": check_own_dropout,
     "neftune": Case({"passed": recipes.neftune(alpha=5.0)}, _in_each(check_tokens)),
 }

@@ -98,12 +98,7 @@ def names() -> list[str]:
 
 
 def models(name: str) -> Iterator[PreTrainedModel]:
-    """Yield models of a family: a tiny one, then one with two layers of the default width if it is not too large.
-
-    Raises:
-        ValueError: the first has more than `LARGEST` parameters.
-        Exception: whatever the config or the model raises.
-    """
+    """Yield models of a family: a tiny one, then one with two layers of the default width if it is not too large."""
     entry = MODEL_MAPPING_NAMES[name]
     kind = getattr(transformers, entry if isinstance(entry, str) else entry[0])
     for all_sizes in (True, False):

@@ -33,11 +33,7 @@ _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
 
 
 def check_heads(run: Run, plan: hookdrop.Plan) -> None:
-    """Check that the features of a head are those that are 0 without it, and that each sample has one draw.
-
-    Raises:
-        CheckFailed: they are not.
-    """
+    """Check that the features of a head are those that are 0 without it, and that each sample has one draw."""
     base, cores = _inputs_of(run, [site.name for site in plan.sites])
     for site in plan.sites:
         drop = site.regularizer
@@ -154,11 +150,7 @@ def _around(name: str, cores: list[tuple[str, ...]]) -> list[int]:
 
 
 def check_layers(run: Run, plan: hookdrop.Plan) -> None:
-    """Check that each layer returns its input if it is dropped.
-
-    Raises:
-        CheckFailed: a layer does not.
-    """
+    """Check that each layer returns its input if it is dropped."""
     names = [site.name for site in plan.sites]
     drop = hookdrop.inject(run.module, recipes.layer_drop(p=0.5), p_scale="equal", example_input=run.inputs)
     with randomized(run.module), drop, drop.sampling(p=ALMOST_1), drop.recording(last=99) as record:
@@ -170,11 +162,7 @@ def check_layers(run: Run, plan: hookdrop.Plan) -> None:
 
 
 def check_patches(run: Run, plan: hookdrop.Plan) -> None:
-    """Check that the model computes the same from half of the patches in another order.
-
-    Raises:
-        CheckFailed: it does not.
-    """
+    """Check that the model computes the same from half of the patches in another order."""
     site = plan.sites[0]
     drop = site.regularizer
     assert isinstance(drop, TokenDropout)
@@ -209,11 +197,7 @@ def _run_with(hook: Any, name: str, run: Run) -> Any:
 
 
 def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
-    """Check that the site returns one vector for each token id, whatever its position.
-
-    Raises:
-        CheckFailed: it does not.
-    """
+    """Check that the site returns one vector for each token id, whatever its position."""
     require(len(plan.sites) == 1, "more than one embedding")
     site = plan.sites[0]
     assert isinstance(site.regularizer, NEFTune)

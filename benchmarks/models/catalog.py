@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from models.weights import quick_weights
 
 BATCH = 2
-# Side lengths to try, in this order.
-SIDES = (32, 48, 64, 96, 112, 128, 160, 192, 224, 240, 256, 288, 320, 384, 448, 512, 1024)
+SIDES = (32, 48, 64, 96, 112, 128, 160, 192, 224, 240, 256, 288, 320, 384, 448, 512, 1024)  # to try, in this order
 # The names that torchvision builders give to the image size.
 _SIZE_KEYWORDS = {".vision_transformer": "image_size", ".maxvit": "input_size"}
 _FIXED_DETECTORS = (".ssd", ".ssdlite")
@@ -46,8 +45,7 @@ class Trial:
     """A model name with an input shape and the builder's keywords for it."""
 
     name: str
-    shape: tuple[int, ...]
-    """The shape of one sample."""
+    shape: tuple[int, ...]  # of one sample
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def build(self, device: str = "cpu") -> nn.Module:
@@ -72,10 +70,8 @@ class Trial:
 
     def about(self) -> dict[str, Any]:
         """Return the fields of the record that describe the trial."""
-        return {
-            "input": "x".join(map(str, (BATCH, *self.shape))),
-            **({"built": self.keywords} if self.keywords else {}),
-        }
+        built = {"built": self.keywords} if self.keywords else {}
+        return {"input": "x".join(map(str, (BATCH, *self.shape))), **built}
 
 
 @dataclass(frozen=True)
@@ -88,16 +84,8 @@ class Example:
 
 
 def trials(name: str, skeleton: nn.Module) -> Iterator[Trial]:
-    """Yield the ways to build `name`, smallest input first.
-
-    Args:
-        name: the model.
-        skeleton: the default model on the meta device, which states its native input size.
-    """
-    if name.startswith("timm:"):
-        yield from _timm_trials(name, skeleton)
-    else:
-        yield from _torchvision_trials(name)
+    """Yield the ways to build `name`, smallest input first; the default model states its native input size."""
+    return _timm_trials(name, skeleton) if name.startswith("timm:") else _torchvision_trials(name)
 
 
 def skeleton_of(name: str) -> nn.Module:
@@ -118,13 +106,10 @@ def accepted(trial: Trial, skeleton: nn.Module) -> bool:
         with torch.no_grad():
             model(*trial.example("meta").train)
     except Exception as error:  # models reject small inputs with any kind of error
-        return _needs_values(error)
+        needs_values = ("meta tensor", "aten::", "Meta")
+        text = f"{type(error).__name__}: {error}"
+        return isinstance(error, NotImplementedError) or any(words in text for words in needs_values)
     return True
-
-
-def _needs_values(error: Exception) -> bool:
-    text = f"{type(error).__name__}: {error}"
-    return isinstance(error, NotImplementedError) or "meta tensor" in text or "aten::" in text or "Meta" in text
 
 
 def _timm_trials(name: str, skeleton: nn.Module) -> Iterator[Trial]:
@@ -161,10 +146,10 @@ def _torchvision_trials(name: str) -> Iterator[Trial]:
 
 def _detector_trials(name: str) -> Iterator[Trial]:
     # Random weights give low scores. Without a threshold there are always boxes to compare; eight are enough.
-    if any(part in family(name) for part in _FIXED_DETECTORS):
-        yield Trial(name, (3, 64, 64), {"score_thresh": 0.0, "detections_per_img": 8})
-        return
     few: dict[str, Any] = {"score_thresh": 0.0, "detections_per_img": 8}
+    if any(part in family(name) for part in _FIXED_DETECTORS):
+        yield Trial(name, (3, 64, 64), few)
+        return
     if "rcnn" in family(name):
         few = {f"box_{key}": value for key, value in few.items()}
     for side in (64, 128, 224):

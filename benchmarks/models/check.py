@@ -6,19 +6,22 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 import hookdrop
 from hookdrop.recipes import Recipe
 from models.catalog import Example
 from models.footprint import bit_equal, differences, fingerprint, footprint, tensors
-from models.sites import BLOCK, choose_regularizers, label
 
-LEARNING_RATE = 1e-3
-STANDARD_ERRORS = 5.0
+P, BLOCK = 0.1, 3
+LEARNING_RATE, STANDARD_ERRORS = 1e-3, 5.0
+# Query and key norms: their 4-D tensors are (samples, heads, tokens, channels).
+_HEADS = re.compile(r".*\b([qkv]|query|key|value)_?(norm|ln)|.*\bnorm_?[qkv]\b")
 Forward = Callable[[], Any]
 
 
@@ -54,18 +57,10 @@ class Behavior:
         seed: of the random numbers of a forward.
         strict: whether all gradients of a training step have to be finite, not only some of them, and whether to run
             it twice, to see what the model itself changes.
-
-    Raises:
-        NotRunnable: the model does not run or does not train without hooks.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        evaluate: Forward,
-        train: Forward | None = None,
-        seed: int = 0,
-        strict: bool = False,
+        self, model: nn.Module, evaluate: Forward, train: Forward | None = None, seed: int = 0, strict: bool = False
     ) -> None:
         self.model, self._forwards = model, {True: train or evaluate, False: evaluate}
         self._seed, self._finite_gradients = seed, all if strict else any
@@ -100,11 +95,7 @@ class Behavior:
         return plan
 
     def inject(self, part: nn.Module, regularizer: Any, **settings: Any) -> Injected:
-        """Plan, inject, evaluate, run one training step, and remove.
-
-        Raises:
-            CheckFailed: a guarantee is broken.
-        """
+        """Plan, inject, evaluate, run one training step, and remove."""
         checksums, plan = fingerprint(self.model), self.plan(part, regularizer, **settings)
         state = torch.get_rng_state()
         drop = hookdrop.inject(part, regularizer, **settings)
@@ -114,10 +105,16 @@ class Behavior:
         require(bit_equal(self._evaluate(), self.output), "eval output differs with hooks")
         silent = [site.name for site in drop.sites if not site.called]
         require(not silent, f"{len(silent)} sites did not fire, such as {silent[:1]}")
-        totals = self._train_with(drop) if self._has_values else None
+        totals = None
+        if self._has_values:
+            with drop.recording(last=0) as measured:
+                changed = sorted(self._train(update=True) ^ self._gradients)[:3]
+            require(not changed, f"different parameters have gradients: {changed}")
+            totals = measured.totals
         updated, self.output, problems = fingerprint(self.model), self._evaluate(), drop.check()
-        changed = any(updated[name] != checksums[name] for name, _ in self.model.named_parameters() if name in updated)
-        require(changed or not self._has_values, "the training step updated no parameter")
+        parameters = [name for name, _ in self.model.named_parameters() if name in updated]
+        moved = any(updated[name] != checksums[name] for name in parameters)
+        require(moved or not self._has_values, "the training step updated no parameter")
         if "repr" in self._before:
             self._before["repr"] = repr(self.model)  # that of I-BERT has ranges, which training updates
         drop.remove()
@@ -134,18 +131,9 @@ class Behavior:
         same = rng_state is None or torch.equal(rng_state, torch.get_rng_state())
         require(same, f"{verb} changed the RNG state")
 
-    def _train_with(self, drop: hookdrop.Injection) -> Any:
-        """Run a training step and return what it dropped."""
-        with drop.recording(last=0) as measured:
-            changed = sorted(self._train(update=True) ^ self._gradients)[:3]
-        require(not changed, f"different parameters have gradients: {changed}")
-        return measured.totals
-
     def _train(self, update: bool = False) -> set[str]:
         """Run a forward and a backward; return the names of the parameters with a gradient."""
-        losses = [x.float().mean() for x in self._run(training=True) if x.requires_grad]
-        loss = torch.stack(losses).sum()
-        loss.backward()
+        torch.stack([x.float().mean() for x in self._run(training=True) if x.requires_grad]).sum().backward()
         found = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         finite = self._finite_gradients(bool(gradient.isfinite().all()) for gradient in found.values())
         require(finite or not self.finite, "the gradients are not finite")
@@ -165,19 +153,16 @@ class Behavior:
         return tensors(self._forwards[training]())
 
 
+@dataclass
 class Check:
     """The full check of one model of timm or torchvision, with the sites of a recipe or with all norms."""
 
-    def __init__(self, model: nn.Module, example: Example, recipe: Recipe | None = None) -> None:
-        self.model, self.example, self.recipe = model, example, recipe
+    model: nn.Module
+    example: Example
+    recipe: Recipe | None = None
 
     def run(self) -> dict[str, Any]:
-        """Return the measurements.
-
-        Raises:
-            NotRunnable: the model does not run without hookdrop.
-            CheckFailed: a guarantee is broken.
-        """
+        """Return the measurements."""
         evaluate, train = (lambda given=given: self.model(*given) for given in (self.example.eval, self.example.train))
         behavior = Behavior(self.model, evaluate, train, self.example.seed)
         with warnings.catch_warnings(record=True) as caught:
@@ -204,11 +189,7 @@ class Check:
 
 
 def rates(found: Injected) -> dict[str, Any]:
-    """Compare the measured drop rate of each kind of regularizer with the rates of its sites.
-
-    Raises:
-        CheckFailed: a rate deviates by more than the standard errors and one block.
-    """
+    """Compare the measured drop rate of each kind of regularizer with the rates of its sites."""
     planned = {site.name: site for site in found.plan.sites}
     by_kind: dict[str, list[tuple[Any, int, float]]] = {}
     for name, measured in found.totals.sites.items():
@@ -232,6 +213,38 @@ def rates(found: Injected) -> dict[str, Any]:
     elements = sum(site.elements for site in found.totals.sites.values())
     asked, dropped = round(found.totals.asked, 6), round(found.totals.dropped, 6)
     return {"elements": elements, "asked": asked, "dropped": dropped, "deviation": deviation}
+
+
+def choose_regularizers(plan: hookdrop.Plan) -> dict[str, hookdrop.Regularizer]:
+    """Return a regularizer that fits the rank of each chosen layer: DropBlock for maps, Dropout for tokens and vectors.
+
+    The layers are all normalization layers that run or, without any, all convolution and linear layers.
+    """
+    called = [site for site in plan.sites if site.name and site.calls and site.shape]
+    chosen = [site for site in called if _is_norm(site.module)]
+    chosen = chosen or [site for site in called if isinstance(site.module, _ConvNd | nn.Linear)]
+    return {site.name: _regularizer_for(site.name, site.module, site.shape or ()) for site in chosen}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether `module` is a normalization layer itself, not a block that contains one."""
+    has_submodules = any(True for child in module.children() for _ in child.parameters())
+    return "norm" in type(module).__name__.lower() and not has_submodules
+
+
+def _regularizer_for(name: str, module: nn.Module, shape: tuple[int, ...]) -> hookdrop.Regularizer:
+    if len(shape) not in (4, 5) or _HEADS.fullmatch(name):
+        return hookdrop.Dropout(P)
+    # Layer norms normalize the last axis, except timm's "2d" classes (NCHW). GlobalResponseNorm states its axis.
+    normalizes_last = hasattr(module, "normalized_shape") and "2d" not in type(module).__name__.lower()
+    channels_last = normalizes_last or getattr(module, "channel_dim", 1) == -1
+    return hookdrop.DropBlock(P, BLOCK, channel_dim=-1) if channels_last else hookdrop.DropBlock(P, BLOCK)
+
+
+def label(regularizer: hookdrop.Regularizer) -> str:
+    """Return the class name, with " NHWC" if the channels are the last axis."""
+    layout = " NHWC" if getattr(regularizer, "channel_dim", None) == -1 else ""
+    return type(regularizer).__name__ + layout
 
 
 def kind(text: str) -> str:

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hookdrop.cli import models
+from hookdrop.injection.spec import P_SCALES
 from hookdrop.injection.text import parse
 from hookdrop.injection.verbs import plan as make_plan
 from hookdrop.kernels import native
@@ -71,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("regularizer", metavar="REGULARIZER", help=_TEXT)
     plan.add_argument("--layers", nargs="+", action="extend", default=[], metavar="ENTRY", help=_ENTRY)
     plan.add_argument("--exclude", nargs="+", action="extend", default=[], metavar="ENTRY", help="layers to skip")
-    plan.add_argument("--at", choices=("output", "input"), help="side of the layers to regularize (default: output)")
-    plan.add_argument("--p-scale", choices=("depth", "depth_from_zero", "equal"), help="increase the rate with depth")
+    plan.add_argument("--at", choices=("output", "input", "parameters"), help="what to regularize (default: output)")
+    plan.add_argument("--p-scale", choices=P_SCALES[1:], help="change the rate with depth")
     plan.add_argument("--schedule", metavar="TEXT", help="how the rate changes, such as 'LinearSchedule(steps=1.0)'")
     plan.add_argument("--total-steps", type=int, metavar="N", help="the length of the training in optimizer steps")
     return parser

@@ -141,6 +141,11 @@ MESSAGES = {
         "counts optimizer steps, not epochs.\n"
         "  inject(..., schedule=LinearSchedule(steps=1.0), total_steps=epochs * len(loader))"
     ),
+    "unread_penalty": (
+        "{it.name!r}: the weights were updated {unread} times, and nothing read the loss terms of the forward passes "
+        "before, so the penalty has no effect.\n"
+        "  for each loss: loss = criterion(...) + drop.penalty()   in a trainer: see its page in the docs"
+    ),
     "restarted": (
         "{it.name!r} is at step {it.state.step_count} of {it.state.schedule}, but the optimizer that it follows has "
         "already taken {taken} (resumed training?): the schedule is starting over.\n"

@@ -35,9 +35,9 @@ MOST_EPOCHS = 100  # a schedule that ends after so few steps may be one that cou
 
 
 def schedule_problems(state: InjectionState, trained: bool | None = None) -> dict[str, str]:
-    """Return the problems of a schedule by kind; None for `trained` waits for many updates."""
-    watched = state.scheduled and not state.removed
-    return find(PROGRESS, Progress(state, trained)) if watched else {}
+    """Return the problems of a schedule and of a penalty by kind; None for `trained` waits for many updates."""
+    kinds = [*PROGRESS * state.scheduled, *["unread_penalty"] * (state.live.loss_terms is not None)]
+    return find(kinds, Progress(state, trained)) if kinds and not state.removed else {}
 
 
 class Progress:
@@ -94,6 +94,13 @@ class Progress:
         if not ahead:
             return {"taken": "steps", "to": "global_step"}
         return {"taken": f"{step + ahead} steps", "to": step + ahead}
+
+    @property
+    def unread_penalty(self) -> dict[str, int]:
+        """The weights were updated 20 times, and nothing read the loss terms of the forward passes before."""
+        terms = self.state.live.loss_terms
+        unread = 0 if terms is None else terms.unread_updates
+        return {"unread": unread} if unread >= UPDATES_BEFORE_WARNING else {}
 
 
 def note_first_step(state: InjectionState, steps: int, had_state: bool) -> None:
@@ -163,6 +170,8 @@ def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState
     if counter.copied and not trains:
         return None  # the weights of an averaged model change, but no optimizer trains them
     counter.notice_update(state, optimizer)
+    if state.live.loss_terms is not None:
+        state.live.loss_terms.note_updates(counter.updates)
     if trains and unsettled:
         _compare(counter, model, state)
     if counter.awaiting_first_calls:
@@ -175,7 +184,7 @@ def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState
     if state.live.has_lost_all_hooks:
         warn_each(state, find(CHANGES, Comparison(model, state)))
         return unwatch(state)
-    if counter.compared and not (counter.awaiting_first_calls or state.scheduled):
+    if counter.compared and not (counter.awaiting_first_calls or state.scheduled or state.live.loss_terms):
         unwatch(state)
     return warn_each(state, schedule_problems(state))
 
@@ -207,7 +216,7 @@ def _before_registration(parent: nn.Module, name: str, child: nn.Module | None) 
 def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
     """Compare the model in its first training forward, and watch for updates by optimizers of other libraries."""
     state, live = hook.state, hook.state.live
-    if live.update_counter is None and module.training and state.scheduled:
+    if live.update_counter is None and module.training and (state.scheduled or live.loss_terms):
         watch(module, state, copied=True)
     counter: UpdateCounter | None = live.update_counter
     model = None if counter is None else counter.model()
@@ -229,3 +238,19 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
 
 
 first_listeners.append(watch_forwards)
+
+
+def watch_loss_terms(hook: SiteHook, module: nn.Module, value: Any) -> None:
+    """Before each forward of a penalty, notice updates by optimizers of other libraries."""
+    terms, counter = hook.state.live.loss_terms, hook.state.live.update_counter
+    if terms is None:
+        return hook.unsubscribe(watch_loss_terms)
+    if module.training and counter is not None:
+        counter.notice_update(hook.state)
+        terms.note_updates(counter.updates)
+        if terms.unread_updates >= UPDATES_BEFORE_WARNING:
+            warn_each(hook.state, schedule_problems(hook.state))
+    return None
+
+
+first_listeners.append(watch_loss_terms)

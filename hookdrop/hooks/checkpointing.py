@@ -53,6 +53,13 @@ def _checkpoint_code() -> CodeType:
     return code
 
 
+def running_checkpoint() -> tuple[bool, Any]:
+    """Return what changes where the forward of a checkpoint begins: whether it is a reentrant one, or its hooks."""
+    hooks = internals.saved_tensors_hooks and internals.saved_tensors_hooks(True)
+    hooked = hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return not torch.is_grad_enabled() and is_inside_autograd_function(), hooks if hooked else None
+
+
 _COLLECTORS = frozenset({"update_bn", "bn_update", "update_bn_stats"})
 """The functions that collect batch-norm statistics: of PyTorch, of the authors of SWA, and of fvcore and mmengine. Many
 projects copied one of them, so they are recognized by name."""
@@ -73,6 +80,11 @@ def is_inside_autograd_function() -> bool:
     Its first argument is the context that saves tensors for the backward pass.
     """
     return _is_called_by(lambda code: code.co_varnames[:1] == ("ctx",))
+
+
+def is_inside_reentrant_checkpoint() -> bool:
+    """Whether the forward of a reentrant checkpoint is running. Its class has this name in every library."""
+    return _is_called_by(lambda code: code.co_qualname == "CheckpointFunction.forward")
 
 
 def _is_called_by(matches: Callable[[CodeType], bool]) -> bool:

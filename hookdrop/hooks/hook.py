@@ -23,9 +23,10 @@ from hookdrop.hooks.checkpointing import (
     may_be_recomputed,
     rng_fingerprint,
 )
+from hookdrop.hooks.penalties import LossTerms, collect, collect_in_graph
 from hookdrop.hooks.registry import CompanionHook, PlacedHook
 from hookdrop.hooks.state import InjectionState, all_states
-from hookdrop.regularizers import REGULARIZERS
+from hookdrop.regularizers import REGULARIZERS, Penalty
 from hookdrop.regularizers.base import P, Rate, Regularizer, at_rate, rate_of
 from hookdrop.regularizers.samples import SampleRows
 from hookdrop.utils import tensor_tree
@@ -89,6 +90,7 @@ class SiteHook(PlacedHook):
         """What the regularizer declares of its rate; of no meaning without a target."""
         self.replays = type(regularizer) in REGULARIZERS.values()
         """Whether compiled code that recomputes this hook draws the same random numbers."""
+        self.penalizes = isinstance(regularizer, Penalty)
         self._start()
 
     def _start(self) -> None:
@@ -99,6 +101,8 @@ class SiteHook(PlacedHook):
         self.state.live.members.add(self)
         self.state.live.known_sites.add(self.site)
         all_states.add(self.state)
+        if self.penalizes:
+            self.state.live.loss_terms = self.state.live.loss_terms or LossTerms()
         value = None if self.target is None else self.target * self.state.multiplier * self.p_scale
         rate = NO_RATE if value is None else CurrentRate(value, value == self.rate.neutral)
         self.set_rate(rate, self.state.on, self.state.sampling)
@@ -159,7 +163,7 @@ class SiteHook(PlacedHook):
         state = rng_fingerprint(value[2] if self.at == "output" else value)
         collected = self._collect() if self.collected else {}
         self.state.live.checkpointed.note((self.site, module.training, state), rate, collected)
-        drops = module.training and rate is not None and not rate.neutral
+        drops = module.training and rate is not None and not rate.neutral and not self.penalizes
         if drops and not torch.is_grad_enabled() and "without gradients" not in self.state.warned_kinds:
             self._warn_without_gradients()
 
@@ -212,21 +216,24 @@ class SiteHook(PlacedHook):
         def apply(x: Tensor, **context: Any) -> Tensor:
             # The checkpoint may not run the modules around the layer again.
             missing = {need: value for need, value in collected.items() if self.collected[need].value is None}
-            return self.apply(x, rate, **(context | missing))
+            try:
+                return self.apply(x, rate, **(context | missing))
+            finally:
+                # A checkpoint stops the recompute by an exception once all saved tensors are available.
+                if known is None and checkpointed.detects_redraws and self._fingerprint(value) != before:
+                    self._warn_of_another_mask()
 
-        try:
-            return self.edit(module, value, apply)
-        finally:
-            # A checkpoint stops the recompute by an exception once all saved tensors are available.
-            if known is None and checkpointed.detects_redraws and self._fingerprint(value) != before:
-                self.state.warn_once(
-                    "different mask",
-                    f"{self.state.name!r}: {self.site!r} ran in a backward pass with an RNG state that none of its "
-                    "forwards had. If an activation checkpoint recomputed it, its mask differs from that of the "
-                    "forward, and the gradients are wrong.\n"
-                    "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
-                    "Inject or replace before the forward, not between forward and backward.",
-                )
+        return self.edit(module, value, apply)
+
+    def _warn_of_another_mask(self) -> None:
+        self.state.warn_once(
+            "different mask",
+            f"{self.state.name!r}: {self.site!r} ran in a backward pass with an RNG state that none of its forwards "
+            "had. If an activation checkpoint recomputed it, its mask differs from that of the forward, and the "
+            "gradients are wrong.\n"
+            "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
+            "Inject or replace before the forward, not between forward and backward.",
+        )
 
     def _fingerprint(self, value: Any) -> int:
         return rng_fingerprint(value[2] if self.at == "output" else value)
@@ -272,6 +279,8 @@ class SiteHook(PlacedHook):
         return found
 
     def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+        if self.penalizes:
+            collect(self, x, rate.value, context)
         observe = self.state.live.observe
         if observe is not None:
             return observe(self, x, rate, **context)
@@ -290,6 +299,8 @@ class SiteHook(PlacedHook):
             return x
         if not self.replays:
             compiling.warn_of_redraws(self.where)
+        if self.penalizes:
+            collect_in_graph(self, x, rate.tensor, context)
         return regularized(self.regularizer, x, rate.tensor, **context)
 
     def unsubscribe(self, listener: Listener) -> None:
@@ -298,9 +309,9 @@ class SiteHook(PlacedHook):
     # --- the rate
 
     def set_rate(self, rate: CurrentRate, on: bool, sampling: bool) -> None:
-        """Set the rate of training mode if `on`, and of eval mode if also `sampling`."""
+        """Set the rate of training mode if `on`, and of eval mode if also `sampling`, which a penalty ignores."""
         self.train_rate = rate if on else None
-        self.eval_rate = rate if on and sampling else None
+        self.eval_rate = rate if on and sampling and not self.penalizes else None
 
     def valid_target(self, value: object) -> float:
         """Return `value` as a float, or raise if it is out of the regularizer's range."""

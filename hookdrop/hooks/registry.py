@@ -50,6 +50,9 @@ class PlacedHook:
         table = None if self.handle is None else self.handle.hooks_dict_ref()
         return any(getattr(module, name) is table for name, _ in HOOK_TABLES)
 
+    def settle(self, module: nn.Module) -> None:
+        """Undo what an interrupted call (KeyboardInterrupt) has left on the module: PyTorch then runs no more hooks."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A process that is started with the model gets the hooks: it trains, and its hookdrop is the same.
         if not self.owner.state.portable or get_spawning_popen() is not None:
@@ -71,7 +74,7 @@ class CompanionHook(PlacedHook):
 
     owner: Any = None
 
-    def __init__(self, owner: SiteHook, function: Callable[..., Any], *settings: Any) -> None:
+    def __init__(self, owner: Any, function: Callable[..., Any], *settings: Any) -> None:
         self.owner, self.function, self.settings = owner, function, settings
 
     def __call__(self, *call: Any) -> Any:
@@ -103,7 +106,8 @@ def remove_hooks(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
     wanted = {id(hook): hook for hook in hooks}
     for module in model.modules() if model is not None else ():
         for table, key in _entries(module):
-            if id(getattr(module, HOOK_TABLES[table][0])[key].owner) in wanted:
+            if id(owner := getattr(module, HOOK_TABLES[table][0])[key].owner) in wanted:
+                owner.settle(module)
                 for name in (HOOK_TABLES[table][0], *HOOK_TABLES[table][1]):
                     getattr(module, name).pop(key, None)
     for hook in wanted.values():
@@ -113,7 +117,10 @@ def remove_hooks(model: nn.Module | None, hooks: Iterable[SiteHook]) -> None:
 @contextmanager
 def hooks_removed(model: nn.Module) -> Iterator[None]:
     """Remove all hookdrop hooks from `model` inside the context, and restore them with the same order and ids."""
-    lives = {hook.state.live for _, hook in hooks_of(model)}
+    lives = set()
+    for module, hook in hooks_of(model):
+        hook.settle(module)
+        lives.add(hook.state.live)
     modules = [module for module in model.modules() if _entries(module)]
     tables = []  # (table, previous entries, our hooks in it by key)
     for module in modules:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.optimizer import Follower
+from hookdrop.hooks.penalties import LossTerms
 from hookdrop.schedules import ConstantSchedule, Schedule
 from hookdrop.utils.errors import warn
 
@@ -32,6 +33,7 @@ class LiveState:
 
     def __init__(self) -> None:
         self.root: weakref.ref[nn.Module] | None = None  # the model that the hooks were placed on; None in a copy
+        self.survey: Any = None  # what running the model showed to a recipe over its own dropout
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
         """Weak references to the hooks, so that a copy of one layer does not copy the others."""
         self.known_sites: set[str] = set()  # the sites of all current and former members
@@ -47,6 +49,7 @@ class LiveState:
         self.observe: Callable[..., Tensor] | None = None
         """Called with (hook, tensor, rate, **context) in place of the regularizer by `probe` and `recording`."""
         self.checkpointed = CheckpointedCalls()
+        self.loss_terms: LossTerms | None = None  # those of penalties; None if no hook has a penalty
         self.update_counter: Any = None  # the `UpdateCounter` of `guards.progress`
 
     @property

@@ -29,13 +29,14 @@ class ConsistentMasks:
         self.calls[hook] += 1
         if one.in_backward or rows_alone(one) > 1 or not x.numel():
             return regularized(one, x, rate.value, **context)
-        if self.rows not in (1, len(x)):
+        rows = 1 if hook.at == "parameters" else self.rows
+        if rows not in (1, len(x)):
             raise ShapeError(
                 f"got {tuple(x.shape)}: consistent=True needs one row of axis 0 for each of the {self.rows} inputs.\n"
                 "  pass one input at a time, such as DataLoader(..., batch_size=1)"
             )
         # A batch of one may have any layout: windows, frames, time steps first.
-        axis = int(self.rows > 1)
+        axis = int(rows > 1)
         by_row = {name: t.unsqueeze(axis) for name, t in context.items() if isinstance(t, Tensor) and len(t) == len(x)}
         with forked_rng(x):
             _seed(x.device, f"{torch.initial_seed()} {hook.state.name} {hook.site} {hook.at} {call} {self.sample}")

@@ -17,9 +17,10 @@ from hookdrop.guards.problems import STEPS_BEFORE_WARNING, find_problems
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.optimizer import Follower, innermost
+from hookdrop.hooks.penalties import LossTerms, total
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import rates, state_dict
-from hookdrop.injection.sinks import RateSink, remove_sinks, sinks_of, warn_about_changed
+from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sinks_of, warn_about_changed
 from hookdrop.injection.spec import InjectionSpec, spec_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import InjectionError
@@ -124,18 +125,11 @@ class Injection:
         """All that has a rate by its unit, including sinks outside the handle's part of the model."""
         return rates.rates_by_unit([sink for state in self._states for sink in state.live.members])
 
-    def _hooks(self, what: str) -> list[SiteHook]:
-        """Return the hooks, or raise if there are none, or if the handle also drives dropout that the model has."""
+    def _require_sinks(self, what: str) -> list[RateSink]:
         self._check_not_removed(what)
         if not self._states:
             raise InjectionError(f"{what}: there is no injection here.")
-        for sink in self._sinks:
-            if not isinstance(sink, SiteHook):
-                raise InjectionError(
-                    f"{what} needs hooks, but {sink.state.name!r} changes dropout that the model has ({sink.site!r}).\n"
-                    f"  for an injection with hooks: find(model)[name].{what}"
-                )
-        return [sink for sink in self._sinks if isinstance(sink, SiteHook)]
+        return self._sinks
 
     def _require_model(self) -> nn.Module:
         model = self._model()
@@ -344,7 +338,7 @@ class Injection:
         Raises:
             InjectionError: the rate has no effect, so all samples would be equal.
         """
-        self._hooks("sampling()")
+        self._require_sinks("sampling()")
         if p is not None:
             p = self._require_common_unit(f"sampling(p={p})")[0].valid_target(p)
         for state in self._states:
@@ -357,6 +351,11 @@ class Injection:
                     f"  pass a rate: sampling(p={rates.largest_target(rated) or 0.1:g})   or seek() to the training "
                     "step (a copy, such as an EMA, has its own step count)."
                 )
+        for state in self._states:
+            if any(isinstance(sink, AttributeSink) for sink in state.live.members):
+                from hookdrop.injection.own_dropout import find_runners
+
+                find_runners(self._require_model(), state)
         with rates.overriding(self._states, sampling=True, p=p):
             yield self
 
@@ -411,8 +410,8 @@ class Injection:
         """
         from hookdrop.injection.prediction import predict
 
-        hooks = self._hooks("predict()")
-        return predict(self._require_model(), hooks, self.sampling(p), data, samples, activation, output, consistent)
+        sinks = self._require_sinks("predict()")
+        return predict(self._require_model(), sinks, self.sampling(p), data, samples, activation, output, consistent)
 
     def samples(
         self, batch: Any, n: int = 30, *, p: float | None = None, consistent: bool = False, call: Any = None
@@ -429,8 +428,35 @@ class Injection:
         """
         from hookdrop.injection.prediction import samples
 
-        hooks = self._hooks("samples()")
-        return samples(self._require_model(), hooks, partial(self.sampling, p), batch, n, consistent, call)
+        sinks = self._require_sinks("samples()")
+        return samples(self._require_model(), sinks, partial(self.sampling, p), batch, n, consistent, call)
+
+    # --- the loss
+
+    @property
+    def _loss_terms(self) -> list[LossTerms]:
+        return [state.live.loss_terms for state in self._states if state.live.loss_terms is not None]
+
+    def penalty(self) -> Tensor:
+        """Return the sum of the loss terms of all calls since the last reading, and clear it.
+
+        Read it once for each loss: `loss = criterion(model(x), y) + drop.penalty()`. Terms come from forward passes in
+        training mode with gradients. In eval mode, while disabled, and at rate 0 there are none, so the sum is 0.
+
+        Returns:
+            A 0-d tensor on the device of the last call.
+
+        Raises:
+            InjectionError: no regularizer here adds a term, or the call is inside a compiled function.
+        """
+        compiling.raise_if_tracing("penalty()")  # first, because the compiler cannot trace the properties below
+        self._check_not_removed("penalty()")
+        if not self._loss_terms:
+            raise InjectionError(
+                f"penalty(): {repr(self.name) if self.name else 'this model'} adds no term to the loss.\n"
+                "  inject(model, ActivationPenalty(), layers=...)   or for all injections: find(model).penalty()"
+            )
+        return total([term for terms in self._loss_terms for term in terms.take()], self._require_model())
 
     # --- inspecting
 
@@ -449,9 +475,9 @@ class Injection:
         """
         from hookdrop.injection.measurement import probe
 
-        hooks = self._hooks("probe()")
+        sinks = self._require_sinks("probe()")
         with rates.overriding(self._states, step=None if step is None else count(step, "step", "probe", 0)):
-            return probe(self._require_model(), hooks, x, forwards)
+            return probe(self._require_model(), sinks, x, forwards)
 
     @contextmanager
     def recording(self, last: int = 1, to: CopyDevice = None) -> Iterator[Recording]:
@@ -478,7 +504,7 @@ class Injection:
         from hookdrop.injection.measurement import measured_into
         from hookdrop.injection.recording import Recording
 
-        recording = Recording(self._hooks("recording()"), last, to)
+        recording = Recording(self._require_sinks("recording()"), last, to)
         with measured_into(list(recording.totals.labels), recording.record):
             yield recording
 
@@ -579,7 +605,7 @@ class Injection:
                 state.live.members = weakref.WeakSet(remaining)
             else:
                 state.unfollow()
-                state.removed = True
+                state.removed, state.live.loss_terms = True, None
                 progress.unwatch(state)
 
     def _check_not_removed(self, what: str) -> None:

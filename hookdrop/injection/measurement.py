@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ from hookdrop.guards.problems import check_first_shape
 from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.hook import CurrentRate, SiteHook, note_call, regularized
 from hookdrop.hooks.registry import hooks_of, hooks_removed
+from hookdrop.injection.sinks import AttributeSink, RateSink
 from hookdrop.regularizers import drops_elements
 from hookdrop.survey.isolation import call, forked_rng, restored_after, set_eval
 from hookdrop.utils.errors import InjectionError
@@ -24,9 +26,10 @@ from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import functorch_stack
 from hookdrop.utils.validation import count
 
-Record: TypeAlias = Callable[[SiteHook, float | None, Tensor, Tensor, Tensor], None]
-"""Receives (hook, rate, input, output, dropped) of each tensor that a regularizer processes. The rate is None if the
-regularizer has none; `dropped` is True where the output does not depend on the input."""
+Record: TypeAlias = Callable[[RateSink, float | None, Tensor, Tensor, Tensor | None], None]
+"""Receives (sink, rate, input, output, dropped) of each tensor that a regularizer processes. The rate is None if the
+regularizer has none; `dropped` is True where the output does not depend on the input, or None if no element is dropped.
+"""
 
 
 @dataclass
@@ -42,8 +45,8 @@ class Effect:
     """The rate of each call, times its number of elements."""
     asks: int = 0
     """The number of calls in which a rate says what to expect."""
-    drops: int = 0
-    """The number of calls in which a regularizer drops elements."""
+    droppable: int = 0
+    """The number of elements in calls that show which elements they drop."""
     magnitude_in: float = 0.0
     magnitude_out: float = 0.0
 
@@ -54,26 +57,26 @@ class Effect:
 
     @property
     def dropped(self) -> float:
-        """The fraction of dropped elements."""
-        return self.zeroed / self.elements if self.elements else 0.0
+        """The fraction of dropped elements, of those in calls that drop elements."""
+        return self.zeroed / self.droppable if self.droppable else 0.0
 
     @property
     def mean_ratio(self) -> float:
-        """Mean |output| / mean |input|; 1 if the mean magnitude is preserved."""
+        """Mean |output| / mean |input|; 1 if the mean magnitude is preserved, NaN for scores of attention."""
         return self.magnitude_out / self.magnitude_in if self.magnitude_in else 1.0
 
     def row(self, name: str) -> tuple[str, str, str, str, int]:
         """Return the row of the table; a dash marks numbers that do not apply."""
         if not self.calls:
             return name, "-", "-", "-", 0
-        asked, dropped = f"{self.asked:.3f}" if self.asks else "-", f"{self.dropped:.3f}" if self.drops else "-"
-        return name, asked, dropped, f"{self.mean_ratio:.3f}", self.calls
+        asked, dropped = f"{self.asked:.3f}" if self.asks else "-", f"{self.dropped:.3f}" if self.droppable else "-"
+        return name, asked, dropped, "-" if math.isnan(self.magnitude_in) else f"{self.mean_ratio:.3f}", self.calls
 
 
 class Measurement(Effect):
     """The effect of all regularizers, and by site. `print` it for a table."""
 
-    def __init__(self, hooks: Sequence[SiteHook]) -> None:
+    def __init__(self, hooks: Sequence[RateSink]) -> None:
         super().__init__()
         names = [hook.site for hook in hooks]
         self.labels = {
@@ -86,22 +89,25 @@ class Measurement(Effect):
         """Whether eval output was bit-identical with and without hooks; None if it was not compared."""
         self.note = ""
 
-    def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
+    def record(self, hook: RateSink, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor | None) -> None:
         """Record one call; see `Record`."""
         if hook not in self.labels:  # in another part of the model
             return
-        drops = drops_elements(hook.regularizer)
+        drops = dropped is not None
         # The p of `Cutout`, for example, is not the fraction of dropped elements.
         asked = rate if hook.rate.kind == "drop" or not drops else None
+        zeroed = 0.0 if dropped is None else _total(dropped.sum())
         # A branch that runs on some samples has no output for the others.
-        of_all = x.numel() / max(_total((~dropped).sum()), 1.0) if "rows" in hook.regularizer.needs else 1.0
+        some_rows = isinstance(hook, SiteHook) and "rows" in hook.regularizer.needs and dropped is not None
+        of_all = x.numel() / max(x.numel() - zeroed, 1.0) if some_rows else 1.0
         magnitude_in = of_all * _total(x.detach().abs().sum(dtype=torch.float64))
         # Per element: some regularizers remove elements.
         share = x.numel() / y.numel() if y.numel() else 1.0
         magnitude_out = share * _total(y.detach().abs().sum(dtype=torch.float64))
-        zeroed = _total(dropped.sum()) if drops else 0.0  # a stopped gradient is no dropped element
         asks, asked_of_all = asked is not None, (asked or 0.0) * x.numel()
-        new = Effect(1, x.numel(), zeroed, asked_of_all, asks, drops, magnitude_in, magnitude_out)
+        if hook.at == "scores":  # they have no mean to keep
+            magnitude_in = magnitude_out = math.nan
+        new = Effect(1, x.numel(), zeroed, asked_of_all, asks, drops * x.numel(), magnitude_in, magnitude_out)
         for effect in (self.sites[self.labels[hook]], self):
             for name, value in vars(new).items():
                 setattr(effect, name, getattr(effect, name) + value)
@@ -123,14 +129,18 @@ def _total(number: Tensor) -> float:
 
 
 @contextmanager
-def measured_into(hooks: Sequence[SiteHook], record: Record) -> Iterator[None]:
-    """Pass what the hooks do in the forwards inside to `record`."""
-    lives: list[Any] = list(dict.fromkeys(hook.state.live for hook in hooks))
+def measured_into(sinks: Sequence[RateSink], record: Record) -> Iterator[None]:
+    """Pass what the hooks and the dropout of the model do in the forwards inside to `record`."""
+    own = [sink for sink in sinks if isinstance(sink, AttributeSink)]
+    if own:
+        from hookdrop.injection.own_dropout import observed_into
+    lives: list[Any] = list(dict.fromkeys(sink.state.live for sink in sinks))
     for live in lives:
         live.observe = live.observe or Observers()
         live.observe.append(record)
     try:
-        yield
+        with observed_into(own, record) if own else nullcontext():
+            yield
     finally:
         for live in lives:
             live.observe.remove(record)
@@ -149,12 +159,18 @@ class Observers(list[Record]):
         require_values(x)
         # A copy, because the regularizer may be stateful.
         twin = copy.deepcopy(hook.regularizer)
-        with forked_rng(x):
-            dropped = _derivative(lambda x: regularized(twin, x, rate.value, **context), x) == 0
+        dropped = dropped_elements(lambda x: regularized(twin, x, rate.value, **context), x)
         y = regularized(hook.regularizer, x, rate.value, **context)
         for record in self:
-            record(hook, rate.value, x, y, dropped)
+            # A stopped gradient is no dropped element.
+            record(hook, rate.value, x, y, dropped if drops_elements(hook.regularizer) else None)
         return y
+
+
+def dropped_elements(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return where the result of `fn` does not depend on `x`, and leave the RNG state."""
+    with forked_rng(x):
+        return _derivative(fn, x) == 0
 
 
 def _derivative(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -204,29 +220,32 @@ def without_bookkeeping(model: nn.Module) -> Iterator[None]:
             live.checkpointed, live.trained = saved
 
 
-def probe(model: nn.Module, hooks: Sequence[SiteHook], x: Any, forwards: int) -> Measurement:
+def probe(model: nn.Module, sinks: Sequence[RateSink], x: Any, forwards: int) -> Measurement:
     """Measure `forwards` training-mode forwards on `x`, and compare eval output with and without hooks."""
     forwards = count(forwards, "forwards", "probe")
     inner = unwrapped(model)
     for parameter in inner.parameters():
         require_values(parameter)
-    result = Measurement(hooks)
+    result = Measurement(sinks)
     notes = []
     with without_bookkeeping(model), restored_after(model), torch.no_grad():
         # `train()` is not called, because some classes merge weights in it (LoRA).
         modes = [(module, module.training or not inner.training) for module in inner.modules()]
         set_eval(inner)
-        result.eval_identical = _eval_identical(inner, x)
+        if any(isinstance(sink, SiteHook) for sink in sinks):
+            result.eval_identical = _eval_identical(inner, x)
         for module, training in modes:
             module.training = training
-        with measured_into(hooks, result.record):
+        with measured_into(sinks, result.record):
             for _ in range(forwards):
                 call(inner, x)
-        for state in dict.fromkeys(hook.state for hook in hooks):
-            own = [hook for hook in hooks if hook.state is state]
-            if not any(result.sites[result.labels[hook]].calls for hook in own):
+        for state in dict.fromkeys(sink.state for sink in sinks):
+            own = [sink for sink in sinks if sink.state is state]
+            if not any(result.sites[result.labels[sink]].calls for sink in own):
                 notes.append(f"nothing was dropped: {why_idle(own[0])}")
-            elif all(hook.regularizer.in_backward for hook in own):
+            elif all(isinstance(sink, SiteHook) and sink.penalizes for sink in own):
+                notes.append(f"{state.name!r} adds terms to the loss, and changes no forward")
+            elif all(isinstance(sink, SiteHook) and sink.regularizer.in_backward for sink in own):
                 notes.append(f"{state.name!r} edits gradients in the backward pass, and changes no forward")
     result.note = "\n".join(notes)
     return result
@@ -247,11 +266,13 @@ def _eval_identical(model: nn.Module, x: Any) -> bool | None:
     )
 
 
-def why_idle(hook: SiteHook) -> str:
-    """Return why a hook did nothing."""
-    state = hook.state
+def why_idle(sink: RateSink) -> str:
+    """Return why a hook or a dropout of the model did nothing."""
+    state = sink.state
     if not state.on:
         return f"{state.name!r} is disabled or removed"
-    if hook.train_rate is None or hook.train_rate.neutral:
-        return f"its rate is {hook.p:g} at step {state.step_count} of {state.schedule} (at another: probe(x, step=...))"
-    return "it was not called in training mode" if hook.called else "the layer was never called"
+    if sink.target is not None and sink.p == sink.rate.neutral:
+        return f"its rate is {sink.p:g} at step {state.step_count} of {state.schedule} (at another: probe(x, step=...))"
+    if isinstance(sink, AttributeSink):
+        return "it did not run in training mode, or drops in a way that cannot be measured"
+    return "it was not called in training mode" if sink.called else "the layer was never called"

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hookdrop.guards.plan import plan_warnings
+from hookdrop.hooks.parameter_hooks import select_parameters
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.regularizers import Regularizer, at_rate, rate_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.tables import counted, html_table, shape_text, text_table
+from hookdrop.utils.tensor_tree import TensorKey
 
 if TYPE_CHECKING:
     from hookdrop.survey.facts import Survey
     from hookdrop.survey.layers import LayerCalls
 
+_WHERE = {"input": ", at the input", "parameters": ", at the parameters"}
 HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
 
 
@@ -36,7 +39,7 @@ class PlannedSite:
     regularizer: Regularizer | None
     """Shared by all sites of an entry; each hook gets a copy."""
     at: str = "output"
-    """`"output"` or `"input"` of the layer, or the identity `"skip"` around its residual branch."""
+    """`"output"`, `"input"`, `"parameters"` or attention `"scores"` of the layer, or the `"skip"` around its branch."""
     p_scale: float = 1.0
     branch: str = ""
     """For a skip: the name of the branch's first layer, relative to this layer."""
@@ -94,7 +97,8 @@ class Plan:
 
     def _table(self) -> tuple[str, list[str], list[list[Any]], list[str]]:
         """Return the title, the header, the rows and the notes."""
-        where = ", at the input" if {site.at for site in self.sites} == {"input"} else ""
+        places = {site.at for site in self.sites}
+        where = _WHERE.get(places.pop(), "") if len(places) == 1 else ""
         requested = f"{self.spec.timing} = " if self.spec.is_relative else ""
         schedule = "" if self.schedule is None else f", {requested}{self.schedule}"
         title = f"{counted(len(self.sites), 'site')} of {type(self.root).__name__}{where}{schedule}"
@@ -131,7 +135,7 @@ def inspect_forward(plan: Plan, example: Any) -> None:
         found = survey(plan.model, example)
     convs = (op.inputs for op in found.trace.ops if op.name in ("conv1d", "conv2d", "conv3d"))
     is_batched = all(len(x.shape) == len(weight.shape) for x, weight, *_ in convs)
-    seen = [found.calls(site.name, site.at, plan.spec.tensor) for site in plan.sites]
+    seen = [_calls(found, site, plan.spec.tensor) for site in plan.sites]
     shape_warnings: dict[str, list[str]] = {}
     for site, observed in zip(plan.sites, seen, strict=True):
         _inspect_site(site, observed, shape_warnings, is_batched)
@@ -146,6 +150,13 @@ def inspect_forward(plan: Plan, example: Any) -> None:
         plan.warnings.append(fact + more + line_break + remedy)
     plan.warned_kinds = set(shape_warnings)
     plan.warnings += plan_warnings(plan.model, plan.sites, seen, of_recipe=plan.recipe is not None)
+
+
+def _calls(found: Survey, site: PlannedSite, tensor: TensorKey) -> LayerCalls:
+    if site.at != "parameters":
+        return found.calls(site.name, site.at, tensor)
+    shapes = [tuple(getattr(site.module, name).shape) for name in select_parameters(site.module, tensor, site.name)]
+    return replace(found.calls(site.name), shapes=shapes, mismatch="", tensor_count=0, resembles_input=False)
 
 
 def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str, list[str]], is_batched: bool) -> None:
@@ -165,7 +176,7 @@ def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str,
         return
     several = f" (1 of {seen.tensor_count} tensors)" if seen.tensor_count else ""
     at_target = regularizer if site.p_scale == 1.0 else at_rate(regularizer, site.p)
-    site.reading = at_target.reading(seen.shape) + several
+    site.reading = site.reading or at_target.reading(seen.shape) + several
     for shape in seen.shapes:
         for warning in at_target.shape_warnings(shape):
             shape_warnings.setdefault(re.sub(r"\d+", "#", warning), []).append(f"{where}: {warning}")

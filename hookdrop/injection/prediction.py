@@ -16,6 +16,7 @@ from torch.special import entr
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.injection.figures import prediction_figure
+from hookdrop.injection.sinks import RateSink
 from hookdrop.regularizers import rows_alone
 from hookdrop.utils.errors import InjectionError, ShapeError, warn
 from hookdrop.utils.names import unwrapped
@@ -207,7 +208,7 @@ def _call(model: nn.Module, inputs: Inputs, output: Callable[[Any], Tensor] | No
 
 def predict(
     model: nn.Module,
-    hooks: Sequence[SiteHook],
+    sinks: Sequence[RateSink],
     sampling: AbstractContextManager[object],
     data: Any,
     samples: int,
@@ -215,7 +216,7 @@ def predict(
     output: Callable[[Any], Tensor] | None,
     consistent: bool,
 ) -> Prediction:
-    """Sample `model` on `data` inside `sampling`, which activates `hooks`. See `Injection.predict`."""
+    """Sample `model` on `data` inside `sampling`, which activates `sinks`. See `Injection.predict`."""
     from hookdrop.survey.isolation import eval_mode  # only a prediction needs it
 
     if count(samples, "samples", "predict") == 1:
@@ -224,9 +225,9 @@ def predict(
             "  one sample: with drop.sampling(), torch.no_grad(): model(x)"
         )
     one_of(activation, "activation", "predict", ("softmax", "sigmoid", None))
-    if all(hook.regularizer.in_backward for hook in hooks):
+    if all(isinstance(sink, SiteHook) and sink.regularizer.in_backward for sink in sinks):
         raise InjectionError(
-            "predict: the injection edits gradients only, so all samples would be equal.\n"
+            "predict: the injection leaves the forward unchanged, so all samples would be equal.\n"
             "  inject a regularizer that changes the forward, such as Dropout(p=0.1)"
         )
     found: list[Prediction] = []
@@ -235,7 +236,7 @@ def predict(
         for inputs in _read_batches(model, data):
             summary, repeated = Summary(activation), inputs.repeated(masks)
             for number in range(samples // masks):
-                with _masks_of(number, repeated, hooks, consistent):
+                with _masks_of(number, repeated, sinks, consistent):
                     summary.add(_call(model, repeated, output), masks)
             found.append(summary.prediction())
     if not found:
@@ -254,7 +255,7 @@ def predict(
 
 def samples(
     model: nn.Module,
-    hooks: Sequence[SiteHook],
+    sinks: Sequence[RateSink],
     sampling: Callable[[], AbstractContextManager[object]],
     batch: Any,
     n: int,
@@ -267,7 +268,7 @@ def samples(
     (inputs,) = _read_batches(model, batch if isinstance(batch, Tensor | tuple | Mapping) else (batch,))
 
     def sample(number: int) -> Any:
-        with eval_mode(model), torch.no_grad(), sampling(), _masks_of(number, inputs, hooks, consistent):
+        with eval_mode(model), torch.no_grad(), sampling(), _masks_of(number, inputs, sinks, consistent):
             _fixed_masks(model, 1)
             return (call or model)(*inputs.args, **inputs.kwargs)
 
@@ -275,20 +276,27 @@ def samples(
 
 
 def _masks_of(
-    number: int, inputs: Inputs, hooks: Sequence[SiteHook], consistent: bool
+    number: int, inputs: Inputs, sinks: Sequence[RateSink], consistent: bool
 ) -> AbstractContextManager[object]:
     """Return a context in which the hooks draw the masks of a sample, if these are to be consistent."""
     if not consistent:
         return nullcontext()
     from hookdrop.injection.consistent import ConsistentMasks
 
+    hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
+    for sink in sinks:
+        if not isinstance(sink, SiteHook):
+            raise InjectionError(
+                f"consistent=True needs hooks, but {sink.state.name!r} changes dropout that the model has "
+                f"({sink.site!r}).\n  for an injection with hooks: find(model)[name].predict(x, consistent=True)"
+            )
     return ConsistentMasks(number, inputs.rows("consistent=True draws for a batch of one row")).replacing(hooks)
 
 
 def _fixed_masks(model: nn.Module, samples: int) -> int:
     """Return the number of fixed masks of the active hooks, all of which one forward applies; 1 if masks are drawn."""
-    active = [hook.regularizer for _, hook in hooks_of(model) if hook.eval_rate is not None]
-    groups = [rows_alone(regularizer) for regularizer in active if not regularizer.in_backward]
+    active = [hook for _, hook in hooks_of(model) if hook.eval_rate is not None and not hook.regularizer.in_backward]
+    groups = [0 if hook.at == "parameters" else rows_alone(hook.regularizer) for hook in active]
     masks = math.lcm(*(number or 1 for number in groups))
     if masks > 1 and not all(groups):
         raise InjectionError(

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hookdrop.hooks.hook import SiteHook
 from hookdrop.injection.figures import Rows, blocks_figure
 from hookdrop.injection.measurement import Measurement, why_idle
-from hookdrop.regularizers import drops_elements
+from hookdrop.injection.sinks import RateSink
 from hookdrop.utils.errors import NotRecordedError, did_you_mean
 from hookdrop.utils.names import glob_expression
 from hookdrop.utils.tables import shape_text, some, text_table
@@ -55,7 +54,7 @@ class Record:
 class Recording(Mapping[str, Record]):
     """Maps site names to the last recorded call; `calls(name)` returns all recorded calls."""
 
-    def __init__(self, hooks: Sequence[SiteHook], last: int = 1, to: CopyDevice = None) -> None:
+    def __init__(self, hooks: Sequence[RateSink], last: int = 1, to: CopyDevice = None) -> None:
         self.name = ", ".join(dict.fromkeys(hook.state.name for hook in hooks))
         self.totals = Measurement(hooks)
         """What was measured in all calls: rates, dropped fractions, mean ratios."""
@@ -63,15 +62,14 @@ class Recording(Mapping[str, Record]):
         self._last, self._to = count(last, "last", "recording", 0), to
         self._records: dict[str, deque[Record]] = {site: deque(maxlen=self._last) for site in self.totals.sites}
 
-    def record(self, hook: SiteHook, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor) -> None:
+    def record(self, hook: RateSink, rate: float | None, x: Tensor, y: Tensor, dropped: Tensor | None) -> None:
         """Add one call. Only the totals include those that an activation checkpoint recomputes."""
         self.totals.record(hook, rate, x, y, dropped)
         if hook not in self.totals.labels or not self._last or graph_task() != -1:
             return
-        drops = drops_elements(hook.regularizer)
-        before, after, dropped = (detached_copy(tensor, self._to) for tensor in (x, y, dropped))
-        mask = ~dropped if drops else torch.ones_like(dropped)
-        record = Record(before, mask, after, rate, hook.describe(rate), drops)
+        kept = torch.ones_like(x, dtype=torch.bool) if dropped is None else ~dropped
+        before, mask, after = (detached_copy(tensor, self._to) for tensor in (x, kept, y))
+        record = Record(before, mask, after, rate, hook.describe(rate), dropped is not None)
         self._records[self.totals.labels[hook]].append(record)
 
     def __getitem__(self, name: str) -> Record:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hookdrop.guards.plan import plan_warnings
+from hookdrop.hooks.parameter_hooks import check_parameters, tied_elsewhere
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.plan import Plan, PlannedSite, inspect_forward
 from hookdrop.injection.spec import InjectionSpec, PScale
@@ -91,7 +92,7 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
     source = "a key of the mapping" if isinstance(plan.spec.source, Mapping) else "`layers`"
     selection = select(plan.model, layers, plan.spec.exclude, source)
     plan.root, plan.counts, plan.exact = selection.root, selection.counts, selection.exact
-    selected = _hookable(plan, selection)
+    selected, hidden = _hookable(plan, selection), dict[str, nn.Module]()
     for layer in selected:
         indices = selection.matched_by[layer.name]
         if len(regularizers) > 1 and len(indices) > 1:
@@ -100,7 +101,11 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
                 f"{layer.name!r} matches more than one key of the mapping: {keys}.\n  give each layer one regularizer."
             )
         chosen = regularizers[indices[0] if len(regularizers) > 1 else 0]
-        plan.sites.append(_site(plan.root, layer, chosen, plan.spec.at, survey))
+        plan.sites.append(site := _site(plan.root, layer, chosen, plan.spec, survey))
+        if site.at == "parameters":
+            hidden[site.name] = site.module
+    if hidden:
+        plan.warnings += tied_elsewhere(plan.root, hidden, plan.spec.tensor)
     if plan.spec.p_scale is not None:
         _scale(plan.sites, rate_factors(selected, plan.spec.p_scale))
     return selection.unmatched_excludes
@@ -136,18 +141,22 @@ def _hookable(plan: Plan, selection: Selection) -> list[Layer]:
 
 
 def _site(
-    root: nn.Module, layer: Layer, regularizer: Regularizer | None, at: str, survey: LazySurvey | None
+    root: nn.Module, layer: Layer, regularizer: Regularizer | None, spec: InjectionSpec, survey: LazySurvey | None
 ) -> PlannedSite:
     """Return the site of one layer. Some regularizers have only one place, and read settings from the model."""
+    at, reading = spec.at, ""
     if regularizer is not None:
-        if at == "input" and regularizer.only_at == "output":
+        if at == "input" and regularizer.only_at not in (None, "input"):
             raise InjectionError(
-                f"inject: {regularizer.title} acts on the output of a layer, got at={at!r}.\n"
-                "  remove at=, and hook the layer before"
+                f"inject: {regularizer.title} acts on the {regularizer.only_at} of a layer, got at={at!r}.\n"
+                f"  remove at={', and hook the layer before' * (regularizer.only_at == 'output')}"
             )
+        if at == "parameters" or regularizer.only_at == "parameters":
+            at = "parameters"
+            reading = check_parameters(regularizer, layer.module, spec.tensor, layer.name)
         at = regularizer.only_at or at
         regularizer = regularizer.for_layer(root, layer.name, at, survey)
-    return PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, at)
+    return PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, at, reading=reading)
 
 
 # --- sites that a recipe chooses
@@ -194,7 +203,8 @@ def _recipe_site(root: nn.Module, layer: Layer, site: RecipeSite, survey: LazySu
     if site.regularizer is None:
         planned = PlannedSite(layer.name, type(layer.module).__name__, layer.module, None, "attribute", target=site.p)
     else:
-        planned = _site(root, layer, site.regularizer, "input" if site.at == "skip" else "output", survey)
+        spec = InjectionSpec(site.regularizer, site.name, at="input" if site.at == "skip" else "output")
+        planned = _site(root, layer, site.regularizer, spec, survey)
         planned.at = site.at or planned.at
     planned.name, planned.branch, planned.attribute = site.label or planned.name, site.branch, site.attribute
     return planned
@@ -225,6 +235,8 @@ def rate_factors(layers: list[Layer], p_scale: PScale) -> list[float]:
         if count == 1:
             raise ValueError("p_scale='depth_from_zero' gives the only site the factor 0; use 'depth' or omit p_scale.")
         return [index / (count - 1) for index in range(count)]
+    if p_scale == "depth_reversed":
+        return [(count - index) / count for index in range(count)]
     if not isinstance(p_scale, Mapping):
         return [cast(Any, p_scale)(layer.name, index, count) for index, layer in enumerate(layers)]
     found = values_by_entry(layers, p_scale, "p_scale", "selected layers")

@@ -7,15 +7,16 @@ here, weak like a hook table, says which injection drives it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookdrop.hooks.hook import CurrentRate, SiteHook
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState
+from hookdrop.hooks.training_mode import TrainingMode
 from hookdrop.regularizers.base import P
 from hookdrop.utils.errors import warn
 from hookdrop.utils.tables import counted, some
@@ -31,6 +32,20 @@ def place_of(module: nn.Module | None, what: Any) -> tuple[int, str, str]:
     """Identify what a sink or a planned site changes. Layers that share an object with a rate share this place."""
     owner, name = attribute_of(module, getattr(what, "attribute", ""))
     return id(owner), what.at, name
+
+
+class ObservedRate(float):
+    """A rate that shows where it arrives. Copies are plain numbers."""
+
+    def __new__(cls, value: float, sink: AttributeSink) -> Self:
+        rate = super().__new__(cls, value)
+        rate.sink = sink
+        return rate
+
+    sink: AttributeSink
+
+    def __reduce__(self) -> Any:
+        return float, (float(self),)
 
 
 class AttributeSink:
@@ -57,6 +72,12 @@ class AttributeSink:
     def _link(self, module: nn.Module) -> None:
         self.module: weakref.ref[nn.Module] = weakref.ref(module)
         self.placed = True
+        self.runners: Sequence[weakref.ref[nn.Module]] | None = None
+        """The modules whose own forward drops at this rate; None before the first sampling."""
+        self.training_modes: list[TrainingMode] = []
+        """Those of the runners while they are sampled."""
+        self.observers: list[Callable[..., None]] = []
+        """While there are any, the attribute shows that it is this rate."""
         self.state.live.members.add(self)
         _attribute_sinks.setdefault(module, []).append(self)
 
@@ -76,8 +97,9 @@ class AttributeSink:
 
     def set_rate(self, rate: CurrentRate, on: bool, sampling: bool) -> None:
         value = rate.value if on and rate.value is not None else 0.0
+        self._sample(sampling and value != 0.0)
         module = self.module()
-        if module is None or value == self.value:
+        if module is None or not self.placed or value == self.value:
             return
         if not self.is_ours:
             self.state.warn_once(
@@ -88,6 +110,27 @@ class AttributeSink:
             return
         setattr(*attribute_of(module, self.attribute), value)
         self.value = value
+        self.show()
+
+    def show(self) -> None:
+        """Write the rate to the attribute, in a form that says whose it is if it is observed."""
+        if self.is_ours:
+            value = ObservedRate(self.value, self) if self.observers else self.value
+            setattr(*attribute_of(self.module(), self.attribute), value)
+
+    def observe(self, before: Tensor, after: Tensor, dropped: Tensor | None) -> None:
+        """Pass a drop to the observers; see `measurement.Record`."""
+        for observer in self.observers:
+            observer(self, self.value, before, after, dropped)
+
+    def _sample(self, active: bool) -> None:
+        """Keep the runners in training mode, or end this."""
+        if active and not self.training_modes:
+            self.training_modes = [TrainingMode(found) for one in self.runners or () if (found := one()) is not None]
+        elif not active:
+            for mode in self.training_modes:
+                mode.remove()
+            self.training_modes = []
 
     def valid_target(self, value: object) -> float:
         return P.valid(value, f"{self.state.name} at {self.site!r}")
@@ -97,6 +140,8 @@ class AttributeSink:
         return f"{kind}.{self.attribute}={self.target if rate is None else rate:g} (was {float(self.before):g})"
 
     def remove(self) -> None:
+        self._sample(False)
+        self.observers = []
         module = self.module()
         if module is not None:
             _attribute_sinks[module].remove(self)
@@ -107,7 +152,8 @@ class AttributeSink:
     # A pickled or copied handle includes its model.
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"module": self.module()}
+        live = ("runners", "training_modes", "observers")
+        return {key: value for key, value in self.__dict__.items() if key not in live} | {"module": self.module()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         module = state.pop("module")

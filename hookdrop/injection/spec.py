@@ -30,7 +30,8 @@ from hookdrop.utils.validation import one_of
 Source: TypeAlias = Regularizer | nn.Module | Callable[[Tensor], Tensor] | str
 Regularizers: TypeAlias = Source | Mapping[Any, Source] | Recipe
 PScale: TypeAlias = str | Mapping[Any, float] | Callable[[str, int, int], float]
-P_SCALES = (None, "equal", "depth", "depth_from_zero")
+P_SCALES = (None, "equal", "depth", "depth_from_zero", "depth_reversed")
+PLACES = ("output", "input", "parameters")
 
 
 @dataclass(frozen=True)
@@ -72,22 +73,26 @@ class InjectionSpec:
 
     def __post_init__(self) -> None:
         """Find settings that are invalid for any model."""
-        if self.at not in ("output", "input"):
-            one_of(self.at, "at", "inject", ("output", "input"))
+        if self.at not in PLACES:
+            one_of(self.at, "at", "inject", PLACES)
         if self.on_existing not in ("error", "replace", "stack"):
             one_of(self.on_existing, "on_existing", "inject", ("error", "replace", "stack"))
         if not isinstance(self.portable, bool):
             one_of(self.portable, "portable", "inject", (True, False))
         if isinstance(self.tensor, bool) or not isinstance(self.tensor, TensorKey):
             raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {self.tensor!r}.")
+        if self.at == "parameters" and isinstance(self.tensor, int):
+            raise TypeError(
+                f"inject: for parameters, tensor must be a pattern such as 'weight_hh_*', got {self.tensor}."
+            )
         if self.name is not None and (not isinstance(self.name, str) or not self.name or "/" in self.name):
             raise InjectionError(f"inject: name must be a non-empty string without '/', got {self.name!r}.")
         scale = self.p_scale
         if not (scale in P_SCALES if isinstance(scale, str | None) else isinstance(scale, Mapping) or callable(scale)):
             hint = "\n  one factor for all sites? multiply p by it." if isinstance(scale, int | float) else ""
             raise ValueError(
-                f"p_scale must be 'depth', 'depth_from_zero', 'equal', a mapping of patterns to factors, or a function "
-                f"of (name, index, count), got {scale!r}.{hint}"
+                f"p_scale must be 'depth', 'depth_from_zero', 'depth_reversed', 'equal', a mapping of patterns to "
+                f"factors, or a function of (name, index, count), got {scale!r}.{hint}"
             )
         for entries in ("layers", "exclude"):
             if isinstance(getattr(self, entries), Iterator):  # can be read only once
@@ -217,11 +222,11 @@ def spec_of(state: InjectionState, sinks: Sequence[RateSink], declared: bool = F
     hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
     each = {hook.site: at_rate(hook.regularizer, hook.initial_target if declared else hook.target) for hook in hooks}
     one = next(iter(each.values())) if len(set(map(repr, each.values()))) == 1 else None
-    inside = any(hook.at == "input" and hook.regularizer.only_at is None for hook in hooks)
+    places = {hook.at for hook in hooks if hook.regularizer.only_at is None}
     return InjectionSpec(
         each if one is None else one,
         layers=None if one is None else names,
-        at="input" if inside else "output",
+        at=min(places, default="output", key=PLACES.index),
         tensor=hooks[0].tensor,
         p_scale={h.site: h.p_scale for h in hooks} if any(h.p_scale != 1.0 for h in hooks) else None,
         **common,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,10 +12,11 @@ from hookdrop.injection.rates import changing
 from hookdrop.injection.sinks import RateSink
 from hookdrop.injection.spec import described, spec_of
 from hookdrop.utils.errors import InjectionError, StateError, warn
-from hookdrop.utils.tables import counted
+from hookdrop.utils.tables import counted, some
 
 VERSION = 2
-_TYPES: dict[str, type] = {"step_count": int, "enabled": bool, "sites": list, "target_p": list, "spec": str}
+_LISTS = ("sites", "target_p", "start")
+_TYPES: dict[str, type] = {"step_count": int, "enabled": bool, "spec": str, **dict.fromkeys(_LISTS, list)}
 
 Parts: TypeAlias = Sequence[tuple[InjectionState, Sequence[RateSink]]]
 """The states, each with the sinks of a handle."""
@@ -38,6 +40,7 @@ def save(parts: Parts) -> dict[str, Any]:
             "enabled": state.enabled,
             "sites": [sink.site for sink in sinks],
             "target_p": [sink.target for sink in sinks],
+            "start": [getattr(sink, "start_norm", 0.0) for sink in sinks],
             # With the rates that the code declares: loading compares the settings, and does not restore them.
             "spec": json.dumps(described(spec_of(state, sinks, declared=True))),
         }
@@ -81,7 +84,7 @@ def _validated(saved: Any) -> Mapping[str, Any]:
     for name, one in found.items():
         try:
             is_valid = all(type(one[key]) is kind for key, kind in _TYPES.items()) and one["step_count"] >= 0
-            is_valid &= len(one["sites"]) == len(one["target_p"]) and isinstance(json.loads(one["spec"]), dict)
+            is_valid &= len({len(one[key]) for key in _LISTS}) == 1 and isinstance(json.loads(one["spec"]), dict)
         except (TypeError, KeyError, ValueError):
             is_valid = False
         if not is_valid:
@@ -126,6 +129,12 @@ def _warn_about_differences(state: InjectionState, sinks: Sequence[RateSink], sa
                 )
         elif new != old:
             lines.append(f"  {key}: {old} in the state, {new} here")
+    starts = dict(zip(saved["sites"], saved["start"], strict=True))
+    own = {sink.site: getattr(sink, "start_norm", 0.0) for sink in sinks}
+    if other := [site for site in own if not math.isclose(own[site], starts.get(site, own[site]), rel_tol=1e-4)]:
+        lines.append(
+            f"  other weights at the injection ({some(other)}): inject before a checkpoint's weights are loaded"
+        )
     if lines:
         warn(
             "\n".join([f"{state.name!r} was saved with other settings than it has here:", *lines])

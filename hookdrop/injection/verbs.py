@@ -16,6 +16,7 @@ from hookdrop.guards.progress import watch
 from hookdrop.hooks import compiling
 from hookdrop.hooks.branch_hooks import SkipHook, SubsetHook
 from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.parameter_hooks import ParameterHook
 from hookdrop.hooks.registry import hidden_modules, hooks_removed
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import rates
@@ -73,14 +74,15 @@ def inject(
         layers: the layers to hook: a full name, a glob (`*` matches within a segment, `**` across segments), a
             compiled regular expression, a module class, a module, a function of (name, module), or a list of these.
         exclude: layers to skip; takes the same entries as `layers`.
-        at: `"output"` or `"input"` of the layers.
+        at: `"output"` or `"input"` of the layers, or their `"parameters"`, which each call regularizes anew.
         tensor: which tensor of a tuple, list, dict, or dataclass: an index, a key, `"all"`, or None for the first
-            floating-point tensor that is not 0-d.
+            floating-point tensor that is not 0-d. Of parameters: a name or a pattern such as `"weight_hh_*"`, or None
+            for the one with two or more axes; with Mixout, for all of these.
         schedule: how the rate changes with optimizer steps, also as a string; None keeps it constant.
         total_steps: optimizer steps of the training, for a schedule with fractions of it: `LinearSchedule(steps=1.0)`.
         p_scale: a factor for the rate of each site, or of each block of a recipe: `"depth"` (l / L),
-            `"depth_from_zero"` (0 to 1), `"equal"` (1), a mapping from patterns to factors, or a function of (name,
-            index, count). None is 1, or the recipe's own choice.
+            `"depth_from_zero"` (0 to 1), `"depth_reversed"` (1 to 1 / L), `"equal"` (1), a mapping from patterns to
+            factors, or a function of (name, index, count). None is 1, or the recipe's own choice.
         name: the injection's name; None uses the name of the recipe, or the regularizer's class name in lower case.
         on_existing: what to do if a site already has an injection: `"error"`, `"replace"`, or `"stack"`.
         portable: whether `torch.save(model)` and pickle leave the hooks out, so that the file loads where hookdrop is
@@ -220,6 +222,7 @@ def place(planned: Plan) -> Injection:
     # The first forward must not repeat the warnings above.
     state.warned_kinds |= planned.warned_kinds
     state.live.root = weakref.ref(planned.root)
+    state.live.survey = planned.survey if planned.sites[0].attribute else None
     sinks: list[RateSink] = []
     try:
         for site in planned.sites:
@@ -250,6 +253,12 @@ def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSi
     settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
     if site.at == "skip":
         return SkipHook(*settings, site.branch)
+    if site.at == "scores":
+        from hookdrop.hooks.score_hooks import ScoreHook  # only DropKey needs it
+
+        return ScoreHook(*settings)
+    if site.at == "parameters":
+        return ParameterHook(*settings)
     if "rows" in site.regularizer.needs:
         return SubsetHook(*settings, "input")
     return SiteHook(*settings, site.at)

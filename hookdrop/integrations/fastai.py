@@ -65,6 +65,14 @@ class InjectionCallback(Placement, Callback):  # type: ignore[misc]
             for name, value in self._metrics().items():
                 self._recorded.setdefault(name, []).append(value)
 
+    def after_loss(self) -> None:
+        """Add the loss terms of penalties to a loss that `GradientAccumulation` has already divided."""
+        penalty = self._penalty()
+        if penalty is not None:
+            accumulation = getattr(self.learn, "gradient_accumulation", None)
+            share = find_bs(self.yb) / accumulation.n_acc if accumulation else 1.0
+            self.learn.loss_grad = self.learn.loss_grad + share * penalty
+
     def after_cancel_step(self) -> None:
         """Do not count a step that was canceled, as `MixedPrecision` does; `after_step` follows."""
         self._count -= 1

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import Tensor
 
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement
@@ -85,6 +86,17 @@ class InjectionCallback(Placement, Callback):
             self._seek(trainer.global_step)
         if self._logs and trainer.loggers:
             pl_module.log_dict(self._metrics(), batch_size=1, rank_zero_only=True)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Add the loss terms of penalties; with manual optimization, the module reads them.
+
+        In place, because a callback cannot return another loss. It is the result of a division or multiplication by a
+        number, of which autograd saves nothing.
+        """
+        penalty = self._penalty() if pl_module.automatic_optimization else None
+        if penalty is not None:
+            share, scaler = penalty / trainer.accumulate_grad_batches, getattr(trainer.precision_plugin, "scaler", None)
+            loss.add_(share if scaler is None else scaler.scale(share))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Drop again after an epoch that collected batch-norm statistics."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.spec import InjectionSpec
@@ -67,6 +67,11 @@ class Placement:
     def _seek(self, step: int) -> None:
         if self._injection is not None:
             self._injection.seek(step)
+
+    def _penalty(self) -> Tensor | None:
+        """Read the loss terms of the batch; None if no regularizer adds any."""
+        drop = self._injection
+        return drop.penalty() if drop is not None and drop._loss_terms else None
 
     def _metrics(self) -> dict[str, float]:
         return {} if self._injection is None else self._injection.metrics()

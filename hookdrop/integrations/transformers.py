@@ -63,6 +63,7 @@ class InjectionCallback(Placement, TrainerCallback, ExportableState):
         # There is no event for exceptions, and callbacks that report logs receive them before this one may.
         trainer.train = partial(self._train, trainer.train)  # type: ignore[method-assign]
         trainer.log = partial(self._log, trainer, trainer.log)  # type: ignore[method-assign]
+        trainer.compute_loss = partial(self._compute_loss, trainer, trainer.compute_loss)  # type: ignore[method-assign]
         return self
 
     def on_train_begin(
@@ -106,6 +107,22 @@ class InjectionCallback(Placement, TrainerCallback, ExportableState):
         except BaseException:
             self._remove()
             raise
+
+    def _compute_loss(
+        self, trainer: Any, compute_loss: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Compute the loss, and in training add the loss terms of penalties."""
+        result = compute_loss(model, *args, **kwargs)
+        penalty = self._penalty() if model.training else None
+        if penalty is None:
+            return result
+        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            by_tokens = trainer.model_accepts_loss_kwargs and kwargs.get("num_items_in_batch") is not None
+            scaled = by_tokens or trainer.compute_loss_func is not None
+        # The Trainer divides the loss by the number of accumulated batches, unless it is a share of all tokens already.
+        share = penalty / (trainer.current_gradient_accumulation_steps if scaled else 1) / max(trainer.args.n_gpu, 1)
+        return (result[0] + share, *result[1:]) if isinstance(result, tuple) else result + share
 
     def _log(self, trainer: Trainer, log: Callable[..., None], logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self.log and trainer.is_in_train:

@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from hookdrop.recipes.branches import layer_drop, residual_dropout, stochastic_depth
     from hookdrop.recipes.dropblock import dropblock_detector, dropblock_resnet, dropblock_unet, timm_dropblock
     from hookdrop.recipes.model_dropout import set_dropout
-    from hookdrop.recipes.tokens import head_dropout, neftune, patch_dropout
+    from hookdrop.recipes.tokens import drop_key, head_dropout, neftune, patch_dropout
 
 __all__ = [
     "Recipe",
+    "drop_key",
     "dropblock_detector",
     "dropblock_resnet",
     "dropblock_unet",

@@ -71,7 +71,8 @@ class set_dropout(Recipe):
         if not rates:
             raise LayerError(
                 f"set_dropout found no rate that it can change in {type(model).__name__}.\n"
-                "  add dropout: inject(model, Dropout(p=...), layers=...)"
+                + "".join(f"  {text}\n" for text in _left_out(model, survey))
+                + "  add dropout: inject(model, Dropout(p=...), layers=...)"
             )
         if isinstance(self.p, Mapping):
             named = [Layer(label, model.get_submodule(rate.layer), {label}) for label, (rate, _) in rates.items()]
@@ -87,12 +88,16 @@ class set_dropout(Recipe):
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         if isinstance(self.p, Mapping):
             return ()
-        found, why = _find(model, survey)
-        if why:
-            return [f"functional dropout was not looked for: {why}\n  to run the model, pass example_input="]
-        places = {what: some([name or "the model" for name in layers]) for what, layers in found.out_of_reach.items()}
-        left = [f"{what} ({where})" if where else what for what, where in places.items()]
-        return [f"out of reach, so it stays as it is: {text}" for text in left]
+        return _left_out(model, survey)
+
+
+def _left_out(model: nn.Module, survey: Survey) -> list[str]:
+    found, why = _find(model, survey)
+    if why:
+        return [f"functional dropout was not looked for: {why}\n  to run the model, pass example_input="]
+    places = {what: some([name or "the model" for name in layers]) for what, layers in found.out_of_reach.items()}
+    left = [f"{what} ({where})" if where else what for what, where in places.items()]
+    return [f"out of reach, so it stays as it is: {text}" for text in left]
 
 
 def _current_rates(model: nn.Module, survey: Survey) -> dict[str, tuple[DropRate, float]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
 from hookdrop.recipes.base import Recipe, RecipeSite
-from hookdrop.regularizers import HeadDropout, NEFTune, TokenDropout
+from hookdrop.regularizers import DropKey, HeadDropout, NEFTune, TokenDropout
 from hookdrop.survey.facts import Survey
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
@@ -58,6 +59,40 @@ class head_dropout(Recipe):
         return (
             [f"head_dropout skips {some(list(refused))}, whose heads it cannot separate: {reason}."] if reason else ()
         )
+
+
+@dataclass(frozen=True)
+class drop_key(Recipe):
+    """DropKey: drop keys before the softmax of every attention layer, less in deeper ones.
+
+    Li et al. 2022, arXiv:2208.02646. The sites are the innermost modules that compute attention, which running the
+    model shows; their first call gives their order. Rates fall from p at the first to p / L at the last of L sites;
+    `inject(..., p_scale="equal")` gives all sites `p`.
+
+    Args:
+        p: probability of dropping a key in the first layer, in [0, 1).
+
+    Raises:
+        LayerError: no layer computes attention that hooks can see. Flash and flex kernels hide it.
+
+    Example:
+        >>> import timm
+        >>> model = timm.create_model("vit_tiny_patch16_224", depth=2)
+        >>> drop = inject(model, drop_key(p=0.2))
+        >>> [(site.name, site.p) for site in drop.sites]
+        [('blocks.0.attn', 0.2), ('blocks.1.attn', 0.1)]
+    """
+
+    p: float = 0.1
+    p_scale: ClassVar[str | None] = "depth_reversed"
+
+    def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
+        if not survey.scores:
+            raise LayerError(
+                f"drop_key found no layer of {type(model).__name__} that computes attention in a way that hooks can "
+                'see.\n  transformers: build the model with attn_implementation="sdpa"'
+            )
+        return [RecipeSite(name, DropKey(self.p)) for name in survey.scores]
 
 
 @dataclass(frozen=True)

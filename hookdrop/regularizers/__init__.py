@@ -10,6 +10,7 @@ from hookdrop.regularizers.base import at_rate as at_rate
 from hookdrop.regularizers.base import drops_elements as drops_elements
 from hookdrop.regularizers.base import rate_of as rate_of
 from hookdrop.regularizers.base import rows_alone as rows_alone
+from hookdrop.regularizers.drop_key import DropKey
 from hookdrop.regularizers.drop_path import DropPath, LayerDrop
 from hookdrop.regularizers.dropblock import Cutout, DropBlock
 from hookdrop.regularizers.dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout
@@ -21,18 +22,23 @@ from hookdrop.regularizers.gradients import (
 )
 from hookdrop.regularizers.head_dropout import HeadDropout
 from hookdrop.regularizers.masksembles import Masksembles
+from hookdrop.regularizers.mixout import Mixout
 from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, NEFTune, ShakeDrop, UniformNoise
+from hookdrop.regularizers.penalties import ActivationPenalty
+from hookdrop.regularizers.penalties import Penalty as Penalty
 from hookdrop.regularizers.styles import DSU, MixStyle
 from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
 
 # To add a regularizer, import it above and list it here, and export its function in `hookdrop.functional`.
 __all__ = [
     "DSU",
+    "ActivationPenalty",
     "AlphaDropout",
     "ClampActivationGrad",
     "ClipActivationGrad",
     "Cutout",
     "DropBlock",
+    "DropKey",
     "DropPath",
     "Dropout",
     "Dropout1d",
@@ -46,6 +52,7 @@ __all__ = [
     "LockedDropout",
     "Masksembles",
     "MixStyle",
+    "Mixout",
     "NEFTune",
     "NoiseActivationGrad",
     "ScaleActivationGrad",

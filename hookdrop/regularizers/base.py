@@ -104,6 +104,7 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
 
     * `"layer_input"`: the input of the layer;
     * `"attention_mask"`: that of the innermost module around the layer that takes one, or None;
+    * `"start"`: the value that the parameter had at the injection, for `at="parameters"`;
     * `"samples"`: the `SampleRows` of the tensor, according to the attribute `samples`;
     * `"rows"`: the samples that a branch ran on, which `select_rows(x, p)` chooses.
     """
@@ -111,8 +112,10 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     samples: SamplePlace | None = None
     """Where the samples of the batch are in the tensor; None: each row of axis 0 is one."""
 
-    only_at: str | None = None  #: `"output"` or `"input"` if it is only meaningful there. None: at both.
-    in_backward: ClassVar[bool] = False  #: Whether it edits only the gradient and leaves the forward output unchanged.
+    only_at: str | None = None
+    """`"output"`, `"input"`, `"parameters"` or the attention `"scores"` inside a layer, if it is only meaningful there;
+    None if not. Fused attention shows a mask that is added to the scores instead of the scores."""
+    in_backward: ClassVar[bool] = False  #: Whether it leaves the forward output unchanged, and only affects gradients.
     mixes_samples: ClassVar[bool] = False  #: Whether it changes nothing in a batch of one sample.
     axes: str = "..."  #: The axes of its tensors, such as `"N C H W"`. `"..."` stands for any number of axes.
     keeps_shape: bool = True  #: Whether the result has the shape of the input.

@@ -181,6 +181,8 @@ class DropBlock(DropRegularizer):
         self.normalize: str | None = one_of(normalize, "normalize", self.title, NORMALIZE)
         self.channel_dim = None if channel_dim is None else count(channel_dim, "channel_dim", self.title, -4)
 
+    axes = "N ..."
+
     def check(self, shape: Sequence[int]) -> None:
         _map_geometry(shape, self.block_size, self.channel_dim)
 

@@ -8,9 +8,9 @@ attribute it came from, under any name and through any call, also where the rate
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,23 +20,26 @@ from hookdrop.regularizers import DropPath, Regularizer
 from hookdrop.survey.branches import added, has_weights, is_affine
 from hookdrop.survey.heads import attention_cores
 from hookdrop.survey.isolation import attributes_of
-from hookdrop.survey.trace import Node, Op, Trace, record
+from hookdrop.survey.trace import Node, Op, Trace, Training, record
 from hookdrop.utils.select import has_forward
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _COMPUTED = {"timm.layers.drop.DropBlock2d": "drop_prob", "torchvision.ops.drop_block.DropBlock2d": "p"}
 """Modules whose rate no forward shows: they draw block seeds, whose probability they compute from it."""
-_DROPS = {
+DROPS = {
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "native_dropout", "alpha_dropout"),
     *("feature_dropout", "feature_alpha_dropout"),
 }
-_ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 """Position of `dropout_p`."""
+RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _DRAWS = {"rand", "rand_like", "uniform"}
 _FILLS = {"full", "full_like", "new_full"}
 _COMPARISONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 _RAISED = 1e-3
 """The value of a rate of 0 during the run, because a forward may skip a drop at 0."""
+_HARMLESS = 1e-9
+"""A rate at which nothing is dropped, and at which float32 does not show the scale."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class DropRates:
     """In the order of `named_modules()`."""
     out_of_reach: Mapping[str, tuple[str, ...]]
     """Random drops that read no attribute: descriptions, with the names of the modules that run them."""
+    runners: Mapping[DropRate, tuple[str, ...]] = field(default_factory=dict)
+    """The names of the modules whose own forward runs the drops of a rate, which need not be those that hold it."""
     per_sample: frozenset[DropRate] = frozenset()
     """Those that drop whole samples, as in stochastic depth."""
     aside: frozenset[DropRate] = frozenset()
@@ -80,16 +85,31 @@ def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True) -> Dro
     Raises:
         InjectionError: the model does not run on the example in training mode.
     """
-    with _marked(model) as sources, _Decisions():
-        trace = record(model, example, fake=fake, training=True)
-    arrivals = _Arrivals(model, sources)
-    arrivals.read(trace)
+    trace, arrivals = arrivals_of(model, example, fake=fake)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     rates = sorted(dict.fromkeys([*known_drop_rates(model), *arrivals.ops]), key=lambda rate: order[rate.layer])
     out_of_reach = {what: tuple(layers) for what, layers in arrivals.out_of_reach.items()}
     attention = _attention_drops(trace)
     aside = [rate for rate, ops in arrivals.ops.items() if all(op in attention or _adapts(trace, op) for op in ops)]
-    return DropRates(tuple(rates), out_of_reach, frozenset(arrivals.per_sample), frozenset(aside))
+    runners = {rate: tuple(dict.fromkeys(op.call.name for op in ops if op.call)) for rate, ops in arrivals.ops.items()}
+    return DropRates(tuple(rates), out_of_reach, runners, frozenset(arrivals.per_sample), frozenset(aside))
+
+
+def arrivals_of(
+    model: nn.Module, example: Any, *, fake: bool, training: Training = True, only: Collection[DropRate] = ()
+) -> tuple[Trace, Arrivals]:
+    """Run `model` once with rates that can be told apart, and return where they arrive.
+
+    Args:
+        model, example, fake: as for `find_drop_rates`.
+        training: as for `record`.
+        only: the drop rates to follow, which are then close to 0; by default, all numbers that may be one.
+    """
+    with _marked(model, only) as sources, _Decisions():
+        trace = record(model, example, fake=fake, training=training)
+    arrivals = Arrivals(model, sources)
+    arrivals.read(trace)
+    return trace, arrivals
 
 
 def _known_attribute(module: nn.Module) -> str | None:
@@ -112,8 +132,8 @@ Sources = Mapping[float, tuple[DropRate, float]]
 
 
 @contextmanager
-def _marked(model: nn.Module) -> Iterator[Sources]:
-    """Give each number in [0, 1] that the model stores a value of its own."""
+def _marked(model: nn.Module, only: Collection[DropRate]) -> Iterator[Sources]:
+    """Give each number in [0, 1] that the model stores a value of its own; or only some, close to 0."""
     saved: list[tuple[dict[str, Any], str, Any]] = []
     sources: dict[float, tuple[DropRate, float]] = {}
     seen: set[int] = set()
@@ -125,10 +145,13 @@ def _marked(model: nn.Module) -> Iterator[Sources]:
         for key, value in list(table.items()):
             new: Any = None
             source = DropRate(layer, path + key)
-            if type(value) is float and 0.0 <= value < 1.0:
+            if source in only:
+                new = _HARMLESS + 1e-14 * (len(saved) + 1)
+                sources[new] = source, 0.0
+            elif not only and type(value) is float and 0.0 <= value < 1.0:
                 new = (value or _RAISED) * (1 + 1e-12 * (len(saved) + 1))  # above, so that `int(value * size)` stays
-                sources[new] = source, value
-            elif type(value) is int and value == 0:
+                sources[new] = source, 0.0
+            elif not only and type(value) is int and value == 0:
                 new = _Zero()
                 new.source = source, 0.0
             elif not path and (attributes := attributes_of(value)) is not None:
@@ -169,7 +192,14 @@ class _Decisions(TorchFunctionMode):
         return output
 
 
-class _Arrivals:
+def active_rate(op: Op) -> Any:
+    """Return the rate of a functional dropout; 0 in eval mode."""
+    if op.name in ATTENTION:
+        return op.argument(ATTENTION[op.name], "dropout_p", 0.0) if op.kwargs.get("training", True) else 0.0
+    return op.argument(1, "p", 0.5) if op.argument(2, "training", op.kwargs.get("train", True)) else 0.0
+
+
+class Arrivals:
     """The numbers that arrive at random drops."""
 
     def __init__(self, model: nn.Module, sources: Sources) -> None:
@@ -179,6 +209,8 @@ class _Arrivals:
         self.out_of_reach: dict[str, list[str]] = {}
         self._modules = dict(model.named_modules())
         self._sources, self._complements = sources, {1 - value: source for value, source in sources.items()}
+        self.scales = {*self._complements, *(1 / kept for kept in self._complements)}
+        """The numbers that a drop may multiply by, so that the mean stays."""
 
     def read(self, trace: Trace) -> None:
         """Find the drops among the operations."""
@@ -190,7 +222,7 @@ class _Arrivals:
             module = self._modules[op.call.name]
             if (known := _known_attribute(module)) is not None:
                 rate = DropRate(op.call.name, known)
-                if op.name in _DROPS or op.name in _ATTENTION:
+                if op.name in DROPS or op.name in ATTENTION:
                     self.ops.setdefault(rate, []).append(op)
                 elif isinstance(module, DropPath):
                     self.per_sample.append(rate)
@@ -198,10 +230,8 @@ class _Arrivals:
                 draws.update(op.outputs)
             elif op.name in _FILLS:
                 filled[op.outputs[0]] = op.kwargs["fill_value"] if "fill_value" in op.kwargs else op.args[-1]
-            elif op.name in _DROPS and op.argument(2, "training", op.kwargs.get("train", True)):
-                self._at_drop(op, op.argument(1, "p", 0.5))
-            elif op.name in _ATTENTION and op.kwargs.get("training", True):
-                self._at_drop(op, op.argument(_ATTENTION[op.name], "dropout_p", 0.0))
+            elif op.name in DROPS or op.name in ATTENTION:
+                self._at_drop(op, active_rate(op))
             elif op.name == "bernoulli":
                 self._at_draw(op, op.argument(1, "p", filled.get(op.args[0])), _keeps(trace, op))
             elif op.name in {*_COMPARISONS, "add"} and len(op.args) > 1:
@@ -274,12 +304,12 @@ def _keeps(trace: Trace, op: Op) -> bool | None:
 
 def _attention_drops(trace: Trace) -> set[Op]:
     """Return the drops of attention weights: inside fused attention, or between a softmax and a product."""
-    found = {op for op in trace.ops if op.name in _ATTENTION}
+    found = {op for op in trace.ops if op.name in ATTENTION}
     for core in attention_cores(trace):
         for op in (node.op for node in core.inputs):
             drops: set[Op] = set()
             while op is not None and op.name != "softmax" and len(op.inputs) == 1:
-                drops |= {op} if op.name in _DROPS else set()
+                drops |= {op} if op.name in DROPS else set()
                 op = op.inputs[0].op
             found |= drops if op is not None and op.name == "softmax" else set()
     return found

@@ -10,6 +10,7 @@ become 0.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,17 +64,58 @@ def find_heads(trace: Trace) -> dict[str, Heads | str]:
 
 def attention_cores(trace: Trace) -> Iterator[Op]:
     """Yield the operations that multiply attention by the values."""
-    weights: set[Node] = set()
+    return (core for core, _ in _cores(trace))
+
+
+def _cores(trace: Trace) -> Iterator[tuple[Op, list[tuple[Node, Op]]]]:
+    """Yield these operations, each with its inputs that come from a softmax, and this softmax."""
+    weights: dict[Node, Op] = {}
     for op in trace.ops:
+        known = [(node, weights[node]) for node in op.inputs if node in weights]
         if op.name == _FUSED:
-            yield op
+            yield op, []
         elif op.name == "softmax":
-            weights.update(op.outputs)
-        elif not weights.isdisjoint(op.inputs):
-            if op.name in _PRODUCTS and not _has_weight(op):
-                yield op
-            else:
-                weights.update(op.outputs)
+            weights.update(dict.fromkeys(op.outputs, op))
+        elif known and op.name in _PRODUCTS and not _has_weight(op):
+            yield op, known
+        elif known:
+            weights.update(dict.fromkeys(op.outputs, max((softmax for _, softmax in known), key=_index)))
+
+
+_index = operator.attrgetter("index")
+
+
+def find_scores(trace: Trace) -> dict[str, list[tuple[int, ...]]]:
+    """Return the innermost modules that compute attention, each with the shapes (..., L, S) of its scores.
+
+    A function that hides its operations shows no shapes. A softmax over another axis than the last has no scores.
+    """
+    pairs = [(op, op) for op in trace.ops if op.name in HIDDEN]
+    for core, known in _cores(trace):
+        pairs += [(core, core)] if core.name == _FUSED else []
+        pairs += [(core, softmax) for node, softmax in known if _are_weights(trace, node, softmax)]
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for core, softmax in sorted(pairs, key=lambda pair: pair[0].index):
+        around = core.call.around() if core.call else ()
+        name = next((call.name for call in around if call.start < softmax.index), "")
+        shapes = found.setdefault(name, [])
+        if core.name == _FUSED:
+            query, key = (core.argument(index, name).shape for index, name in enumerate(("query", "key")))
+            shapes.append((*query[:-1], key[-2]))
+        elif core is not softmax:
+            shapes.append(softmax.inputs[0].shape)
+    return found
+
+
+def _are_weights(trace: Trace, node: Node, softmax: Op) -> bool:
+    """Whether the factor of a product is the result of a softmax over the last axis, and not of what it gates."""
+    weights = softmax.outputs[0]
+    if softmax.argument(1, "dim") not in (-1, len(weights.shape) - 1):
+        return False
+    if node.size == weights.size:
+        return True
+    way = trace.path(weights, [node])
+    return node.shape[:-1] == weights.shape[:-1] and not any(step.op and _has_weight(step.op) for step in way)
 
 
 def _has_weight(op: Op) -> bool:

@@ -22,11 +22,11 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import bind_arguments, map_leaves, tensors
 from hookdrop.utils.torch_internals import BatchNorm, fake_tensors, storage_of, version_of
+
+Training: TypeAlias = bool | Collection[nn.Module]
+"""Whether a model is in training mode, or which of its modules are."""
 
 
 class Node:
@@ -215,27 +218,28 @@ def nodes_in(value: Any) -> list[Node]:
     return found
 
 
-def record(model: nn.Module, example: Any, *, fake: bool = True, training: bool = False) -> Trace:
+def record(model: nn.Module, example: Any, *, fake: bool = True, training: Training = False) -> Trace:
     """Run `model` once on `example` without gradients, restore its state, and return what it did.
 
     Args:
         model: the model, possibly inside wrappers.
         example: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         fake: whether the tensors have no values, only shapes: this costs no memory and no arithmetic.
-        training: whether to run in training mode instead of eval mode. Batch norms stay in eval mode.
+        training: whether to run in training mode instead of eval mode, or which modules do; batch norms never do.
 
     Raises:
         InjectionError: the model does not accept the example, or needs values.
     """
     with ExitStack() as stack:
-        stack.enter_context(restored_after(model, trains=training))
+        stack.enter_context(restored_after(model, trains=bool(training)))
         recorder = _Recorder(model)
         stack.enter_context(restored_objects(model))
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.no_grad())
         for module in model.modules():
-            module.training = training and not isinstance(module, BatchNorm)  # which fails for one small map
+            trains = training if isinstance(training, bool) else module in training
+            module.training = trains and not isinstance(module, BatchNorm)  # which fails for one small map
         if fake:
             mode = stack.enter_context(fake_tensors())
             example = _map_tensors(example, mode.from_tensor)

@@ -55,7 +55,8 @@ class RecipeChecks:
         self._sites = recipe.sites(model, found := survey(model, example))
         self._hooks = all(site.regularizer is not None for site in self._sites)
         ends = {branch.end for branch in found.branches} if self._hooks else set()
-        self._in_branches = all(site.name in ends and site.at != "skip" for site in self._sites)
+        inside = [site.at == "skip" or getattr(site.regularizer, "only_at", "") == "scores" for site in self._sites]
+        self._in_branches = not any(inside) and all(site.name in ends for site in self._sites)
 
     def _injected(self, spec: InjectionSpec | None = None, **settings: Any) -> tuple[nn.Module, Injection]:
         with warnings.catch_warnings():

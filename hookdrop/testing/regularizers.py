@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop.injection.handle import Injection
+from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.text import read, text_of
 from hookdrop.injection.verbs import inject
-from hookdrop.regularizers import Rate, Regularizer, as_regularizer, at_rate, rate_of, rows_alone
+from hookdrop.regularizers import Penalty, Rate, Regularizer, as_regularizer, at_rate, rate_of, rows_alone
 from hookdrop.regularizers.samples import SampleRows
 from hookdrop.utils.errors import ShapeError, did_you_mean
 
@@ -116,6 +116,11 @@ def _near(found: Tensor, expected: Tensor | float) -> bool:
     return bool(((found.mean(0) - other.mean(0)).abs() <= 6.0 * error + 1e-6).all())
 
 
+def _penalized(y: Tensor, term: Tensor) -> Tensor:
+    """Return `y` with the gradient of a loss term besides its own."""
+    return y + (term - term.detach())
+
+
 class _Interrupted(TorchFunctionMode):
     """Before each operation, another thread calls a function, which has no effect on the random numbers."""
 
@@ -131,15 +136,29 @@ class _Interrupted(TorchFunctionMode):
         return operation(*args, **(kwargs or {}))
 
 
+class _Attention(nn.LayerNorm):
+    """Takes its result for scores of attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(-1)
+
+
 class _Model(nn.Module):
     """A model with one layer to hook."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, at: str | None = None) -> None:
         super().__init__()
-        self.layer = nn.LayerNorm(x.shape[1:])
+        shape = x.shape if at == "parameters" else x.shape[1:]
+        self.layer = (_Attention if at == "scores" else nn.LayerNorm)(shape)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return torch.tanh(self.layer(x))
+
+    @torch.no_grad()
+    def move(self) -> Self:
+        """Change the weights, as training does: a parameter that is where it started hides what Mixout does."""
+        self.layer.weight.mul_(2.0)
+        return self
 
 
 class RegularizerChecks:
@@ -156,14 +175,21 @@ class RegularizerChecks:
         self._alone, self._compiles = rows_alone(regularizer) == 1, not regularizer.graph_break
 
     def __call__(self, x: Tensor, rate: float | None = None, one: Regularizer | None = None) -> Tensor:
-        """Regularize as a hook does, by default at the rate that the regularizer was given with."""
-        one = one or self._one
-        return one.regularize(x, self._rate if rate is None else rate, **self._context(x))
+        """Regularize as a hook does, by default at the rate that the regularizer was given with.
+
+        Scores of -inf, which have no difference and no mean, count as 0: after the softmax, they are.
+        """
+        one, rate, context = one or self._one, self._rate if rate is None else rate, self._context(x)
+        y: Tensor = one.regularize(x, rate, **context)
+        if isinstance(one, Penalty):
+            return _penalized(y, one.penalize(x, rate, **context))
+        return torch.where(y.isneginf(), 0.0, y) if one.only_at == "scores" else y
 
     def _context(self, x: Tensor) -> dict[str, Any]:
         """What the regularizer needs besides its tensor."""
         needs, place = self._one.needs, self._one.samples
         found: dict[str, Any] = {"layer_input": torch.zeros_like(x)} if "layer_input" in needs else {}
+        found |= {"start": torch.zeros_like(x)} if "start" in needs else {}
         return found | ({"samples": SampleRows(*place[1:], x.shape[place[1]])} if "samples" in needs and place else {})
 
     def _seeded(self, x: Tensor, *settings: Any) -> Tensor:
@@ -191,14 +217,17 @@ class RegularizerChecks:
         return torch.tensor(rows, dtype=torch.float64)
 
     def _hooked(self, given: Any = None) -> tuple[_Model, Injection]:
-        model = _Model(self._x)
-        return model, inject(model, given or InjectionSpec(self._one, layers="layer"))
+        model = _Model(self._x, self._one.only_at)
+        drop = inject(model, given or InjectionSpec(self._one, layers="layer"))
+        return model.move(), drop
 
     def _step(self, model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
         """Return the output and all gradients of a training step from a fixed seed."""
         torch.manual_seed(5)
         model.zero_grad()
         y = (forward or model)(x := self._x.clone().requires_grad_())
+        if isinstance(self._one, Penalty) and (drop := find(model)):
+            y = _penalized(y, drop.penalty())
         torch.autograd.backward(y.square().sum())
         return [y.detach(), *(one.grad for one in (x, *model.parameters()) if one.grad is not None)]
 
@@ -263,7 +292,7 @@ class RegularizerChecks:
         model, drop = self._hooked()
         self._step(model)
         drop.remove()
-        exactly(self._step(model), self._step(_Model(self._x)))
+        exactly(self._step(model), self._step(_Model(self._x, self._one.only_at).move()))
         tables = [table for part in model.modules() for name, table in vars(part).items() if "hooks" in name]
         assert not any(tables), "hooks are left"
 
@@ -374,7 +403,7 @@ class RegularizerChecks:
     def checkpoint_replays_the_mask(self) -> None:
         """If a checkpoint recomputes the forward, it must draw the same random numbers, for the same gradients."""
         model, _ = self._hooked()
-        for reentrant in (False, True):
+        for reentrant in (False, True)[: 1 if isinstance(self._one, Penalty) else 2]:  # which refuses a reentrant one
             found = self._step(model, partial(checkpoint, model, use_reentrant=reentrant))
             exactly(found, self._step(model))
 
@@ -389,11 +418,15 @@ class RegularizerChecks:
 
         torch.compiler.reset()
         fast = torch.compile(model, backend=backend, fullgraph=True)
+
+        def penalized(one: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            return (lambda x: _penalized(one(x), drop.penalty())) if isinstance(self._one, Penalty) else one
+
         rates: list[float | None] = [*self._rates]
         for rate in rates or [None]:
             if rate is not None:
                 drop.target_p = rate
-            found, expected = (self._effects(one, self._x, CALLS // 3) for one in (fast, model))
+            found, expected = (self._effects(penalized(one), self._x, CALLS // 3) for one in (fast, model))
             assert _near(found, expected), f"at rate {rate} the effect is {found.mean(0)}, not {expected.mean(0)}"
         torch.compiler.reset()
         assert len(graphs) == 1, f"{len(self._rates)} rates needed {len(graphs)} graphs"

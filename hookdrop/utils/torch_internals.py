@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -128,6 +129,31 @@ def vmap_randomness() -> tuple[str, ...]:
     return tuple(level.randomness() for level in levels if isinstance(level, VmapInterpreter))
 
 
+# Function modes:
+
+
+def opened(function: Any) -> Any:
+    """Return a copy of a function of `torch.nn.functional` that shows its operations to the active mode.
+
+    The function itself would only show itself, again and again.
+    """
+    # Without the name of a module, the compiler looks up the names here, and not in the module.
+    names = {name: value for name, value in vars(sys.modules[function.__module__]).items() if name != "__name__"}
+    names["has_torch_function"] = lambda tensors: False
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def remove_function_mode(mode: Any) -> None:
+    """Remove a mode of this thread, also from below others."""
+    above = []
+    while _C._len_torch_function_stack() and (top := _C._pop_torch_function_stack()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _C._push_on_torch_function_stack(other)
+
+
 # --- the backward pass
 
 graph_task: Callable[[], int] = _C._current_graph_task_id  # the id of the running backward pass; -1 if none runs
@@ -158,6 +184,12 @@ def enable_hook_guards() -> bool:
     backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {0: "unknown"}).values()
     names = [getattr(backend, "__qualname__", "") for backend in backends if backend is not None]
     return bool(unguarded and frames) and not all(name.startswith("export.") for name in names)
+
+
+def skip_frames_of(*functions: Any) -> None:
+    """Do not compile functions where Python calls them; compiled code that calls them still traces into them."""
+    for function in functions:
+        importlib.import_module("torch._dynamo.eval_frame").skip_code(function.__code__)
 
 
 def recomputes_forward() -> bool:

@@ -6,10 +6,6 @@ import json
 
 import pytest
 
-pytest.importorskip("timm")
-pytest.importorskip("pebble")
-pytest.importorskip("resource")
-
 import placement
 from tests.support.programs import ROOT
 

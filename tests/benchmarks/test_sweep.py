@@ -1,23 +1,19 @@
-"""`benchmarks/sweep.py` and `report.py`: limits, shards, how a run resumes, and the report."""
+"""`benchmarks/sweep.py`: limits, how a run resumes, and the report."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("timm")
-pytest.importorskip("rich")
-pytest.importorskip("pebble")
-pytest.importorskip("resource")
-import report
 import sweep
 from models.check import CheckFailed, NotRunnable
-from report import Sweep
-from tests.benchmarks import sweep_cases
+from sweep import Sweep
 from tests.support.programs import ROOT
 
 ABOUT = Sweep("cases", "All cases", "python cases.py")
@@ -25,9 +21,20 @@ NAMES = ("passes", "fails", "crashes", "hangs", "passes too")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def run(out: Path, *arguments: str, check: sweep.Check = sweep_cases.check) -> int:
-    parser = sweep.parser("", out="unused", memory=8.0)
-    return sweep.main(parser.parse_args(["--out", str(out), *arguments]), ABOUT, NAMES, check)
+def check(name: str, options: object) -> dict[str, Any]:
+    """Pass, fail, end the process, or take too long, depending on the name; child processes import it."""
+    if name == "fails":
+        raise ValueError("first line\nsecond line")
+    if name == "crashes":
+        os._exit(3)
+    if name == "hangs":
+        time.sleep(600)
+    return {"status": "passed", "family": "some"}
+
+
+def run(out: Path, *arguments: str, check: sweep.Check = check) -> int:
+    options = sweep.parser("", out="unused", memory=8.0).parse_args(["--out", str(out), *arguments])
+    return sweep.main(options, ABOUT, NAMES, check)
 
 
 def statuses(out: Path) -> dict[str, str]:
@@ -37,9 +44,8 @@ def statuses(out: Path) -> dict[str, str]:
 def test_crashes_and_timeouts_do_not_end_a_run(tmp_path: Path) -> None:
     assert run(tmp_path, "--timeout", "30", "--only", "passes|fails|crashes") == 1
     assert run(tmp_path, "--timeout", "1", "--only", "hangs") == 1
-    assert statuses(tmp_path) == dict(
-        zip(NAMES, ("passed", "failed", "crashed", "not run", "passed"), strict=True)
-    )  # in the order of the names
+    expected = ("passed", "failed", "crashed", "not run", "passed")
+    assert statuses(tmp_path) == dict(zip(NAMES, expected, strict=True))  # in the order of the names
     page = (tmp_path / "cases.md").read_text()
     assert "| fails | ValueError: first line second line |" in page
     assert "| crashes | the process ended with exit status 3 |" in page
@@ -49,29 +55,13 @@ def test_crashes_and_timeouts_do_not_end_a_run(tmp_path: Path) -> None:
 def test_interrupted_run_resumes_with_the_next_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inside = ("--workers", "0", "--only", "passes|fails")
     run(tmp_path, "--workers", "0", "--only", "^passes$")
-    journal = tmp_path / "cases-1-of-1.jsonl"
-    first = journal.read_text()
-    journal.write_text(first + '{"name": "fails", "stat')  # killed while writing
+    (journal,) = tmp_path.glob("*.jsonl")
+    journal.write_text(journal.read_text() + '{"name": "fails", "stat')  # killed while writing
     assert run(tmp_path, *inside) == 1
     assert "3 names, 1 done" in capsys.readouterr().out
     assert list(statuses(tmp_path).values()) == ["passed", "failed", "passed"]
     assert run(tmp_path, *inside, "--again", "failed", check=lambda *given: {"status": "passed"}) == 0
     assert set(statuses(tmp_path).values()) == {"passed"}
-
-
-def test_shards_partition_the_names_and_merge(tmp_path: Path) -> None:
-    for shard in ("1/2", "2/2"):
-        run(tmp_path / shard[0], "--workers", "0", "--shard", shard, check=lambda *given: {"status": "passed"})
-    folders = [str(tmp_path / part) for part in "12"]
-    assert run(tmp_path, "--report", *folders, "--hardware", "a machine") == 0
-    assert list(statuses(tmp_path)) == list(NAMES)
-    assert "on a machine;" in (tmp_path / "cases.md").read_text()
-
-
-@pytest.mark.parametrize("wrong", ["--shard=0/2", "--shard=3/2", "--shard=2", "--shard=a/b", "--only=["])
-def test_invalid_options_are_rejected(wrong: str) -> None:
-    with pytest.raises(SystemExit):
-        sweep.parser("", out="unused").parse_args([wrong])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +88,7 @@ class TestReport:
 
     def test_page_has_totals_rates_reasons_and_families(self) -> None:
         head = {"hardware": "a machine", "versions": {"python": "3"}}
-        page = report.markdown(ABOUT, {**head, "models": self.RECORDS})
+        page = sweep.markdown(ABOUT, {**head, "models": self.RECORDS})
         for text in (
             "timm: 2 of 3 models (66.7%) passed; 1 meta.",
             "Sites: 3 Dropout.",
@@ -110,14 +100,19 @@ class TestReport:
         ):
             assert text in page
 
+    @pytest.mark.parametrize("path", sorted(RESULTS.glob("transformers/*.json")), ids=lambda path: path.stem)
+    def test_committed_pages_are_those_of_their_records(self, path: Path) -> None:
+        command = f"python benchmarks/transformers_zoo.py --recipe {path.stem}"
+        about = Sweep(path.stem, f"`{path.stem}` in every family of transformers", command)
+        assert sweep.markdown(about, json.loads(path.read_text())) == path.with_suffix(".md").read_text()
+
     @pytest.mark.parametrize(
         "path", sorted(RESULTS.glob("transformers/*.json")) + sorted(RESULTS.glob("zoo/**/*.json"))
     )
     def test_committed_reports_can_be_read(self, path: Path) -> None:
-        found = json.loads(path.read_text())
-        names = [record["name"] for record in found["models"]]
+        found = sweep.records(path)
+        names = [record["name"] for record in found]
         assert len(names) == len(set(names))
-        assert {record["status"] for record in found["models"]} <= set(report.STATUSES)
-        assert [one["name"] for one in report.records([path])] == names
-        without = [r["name"] for r in found["models"] if r["status"] not in ("passed", "batch", "no layers")]
-        assert [r["name"] for r in found["models"] if r["name"] in without and not r.get("error")] == []
+        assert {record["status"] for record in found} <= set(sweep.STATUSES)
+        without = [record for record in found if record["status"] not in ("passed", "batch", "no layers")]
+        assert all(record["error"] for record in without)

@@ -12,12 +12,8 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
-pytest.importorskip("timm")
-pytest.importorskip("rich")
-pytest.importorskip("pebble")
-pytest.importorskip("resource")
 
-import report
+
 import sweep
 import transformers_zoo
 from families.depth import check_sites
@@ -38,13 +34,13 @@ FOUND: dict[str, Any] = json.loads((RESULTS / "stochastic_depth.json").read_text
 
 class TestCommittedResults:
     def test_stochastic_depth_covers_95_percent_and_fails_nowhere(self) -> None:
-        covered, counted = report.coverage(FOUND["totals"])
+        covered, counted = sweep.coverage(FOUND["totals"])
         assert covered / counted >= 0.95
         assert FOUND["totals"]["failed"] == FOUND["totals"]["crashed"] == 0
 
     def test_documented_numbers_match(self) -> None:
         page = (ROOT / "docs" / "evidence" / "recipes.md").read_text()
-        covered, counted = report.coverage(FOUND["totals"])
+        covered, counted = sweep.coverage(FOUND["totals"])
         assert f"{covered} of {counted} families" in page.replace("\n", " ")
         for record in FOUND["models"]:
             if record["status"] in ("refused", "partial"):
@@ -58,12 +54,8 @@ class SelfAttention(nn.Linear):
 class PreNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = (
-            nn.LayerNorm(4),
-            SelfAttention(4, 4),
-            nn.LayerNorm(4),
-            nn.Linear(4, 4),
-        )
+        self.norm1, self.norm2 = nn.LayerNorm(4), nn.LayerNorm(4)
+        self.attn, self.mlp = SelfAttention(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
@@ -95,22 +87,20 @@ class TestCheckOfSites:
         found = check_sites(model, [Run("", steps, {"input": torch.randn(3, 5, 4)})], blocks, rows)
         return sorted(set(found.problems.values()))
 
-    @pytest.mark.parametrize("kind", [PreNorm, PostNorm])
-    def test_ends_of_all_branches_pass(self, kind: type[nn.Module]) -> None:
-        assert self.problems(kind, ("attn", "mlp")) == []
-
-    def test_norms_that_end_the_branches_pass(self) -> None:
-        assert self.problems(Sandwich, ("norm1", "norm2")) == []
+    @pytest.mark.parametrize(
+        ("kind", "ends"),
+        [(PreNorm, ("attn", "mlp")), (PostNorm, ("attn", "mlp")), (Sandwich, ("norm1", "norm2"))],
+    )
+    def test_ends_of_all_branches_pass(self, kind: type[nn.Module], ends: tuple[str, ...]) -> None:
+        assert self.problems(kind, ends) == []
 
     def test_missing_branch_is_found(self) -> None:
         assert self.problems(PreNorm, ("attn",)) == ["PreNorm does not reduce to its skip"]
 
-    def test_site_before_a_norm_is_found(self) -> None:
+    @pytest.mark.parametrize(("kind", "ends"), [(Sandwich, ("attn", "mlp")), (PostNorm, ("attn", "norm2"))])
+    def test_sites_before_a_norm_or_on_the_stream_are_found(self, kind: type[nn.Module], ends: tuple[str, ...]) -> None:
         """The bias of a norm, or the scale that the norm undoes."""
-        assert self.problems(Sandwich, ("attn", "mlp")) != []
-
-    def test_site_on_the_stream_is_found(self) -> None:
-        assert self.problems(PostNorm, ("attn", "norm2")) != []
+        assert self.problems(kind, ends) != []
 
     def test_tokens_on_the_first_axis_are_found(self) -> None:
         found = self.problems(PreNorm, ("attn", "mlp"), transposed=True)

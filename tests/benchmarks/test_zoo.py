@@ -10,29 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 
 import hookdrop
+import zoo
 from hookdrop import Injection, functional
 from hookdrop.hooks.hook import SiteHook
-from tests.support.models import Small
-
-pytest.importorskip("timm")
-pytest.importorskip("torchvision")
-pytest.importorskip("rich")
-pytest.importorskip("pebble")
-pytest.importorskip("resource")
-
-import timm
-
-import zoo
 from models import catalog
 from models.catalog import Example, Trial
-from models.check import Check, CheckFailed, NotRunnable
+from models.check import Check, CheckFailed, NotRunnable, choose_regularizers
 from models.footprint import bit_equal, fingerprint
-from models.sites import choose_regularizers
 from models.weights import quick_weights
+from tests.support.models import Small
 
 # One model for each kind of block, arguments or outputs.
 SAMPLE = (
@@ -99,15 +90,66 @@ class TestSample:
         assert "python benchmarks/zoo.py --recipe dropblock_resnet" in (tmp_path / "zoo.md").read_text()
 
 
+def flip_a_bit(x: torch.Tensor) -> None:
+    x.nextafter_(torch.tensor(9.0))
+
+
+def also(original: Any, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A function that does something else with its first argument at the end."""
+
+    def extended(first: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(first, *args, **kwargs)
+        change(first)
+        return result
+
+    return extended
+
+
+def drops_always(hook: SiteHook, module: nn.Module, *call: Any) -> object:
+    hook.called = True
+    return hook.edit(module, (call[0], {}, call[-1]), lambda x: hook.regularizer.regularize(x, 0.1))
+
+
+def at_rate(factor: float) -> Callable[..., torch.Tensor]:
+    return lambda self, x, rate: functional.drop_block(x, rate * factor, self.block_size)
+
+
+APPLY, INJECT, REMOVE = SiteHook.apply, hookdrop.inject, Injection.remove
+BROKEN = [
+    (SiteHook, "__call__", drops_always, "eval output differs with hooks"),
+    (SiteHook, "__call__", lambda hook, *call: None, "8 sites did not fire"),
+    (SiteHook, "apply", lambda hook, x, rate: APPLY(hook, x, rate).detach(), "different parameters have gradients"),
+    (torch.optim.SGD, "step", lambda self: None, "the training step updated no parameter"),
+    (Injection, "remove", lambda self: None, "remove changed hooks"),
+    (
+        Injection,
+        "remove",
+        also(REMOVE, lambda drop: flip_a_bit(drop._model().fc.bias.data[0])),
+        "remove changed a param",
+    ),
+    (Injection, "remove", also(REMOVE, lambda drop: setattr(drop._model(), "marked", 1)), "remove changed attributes"),
+    (hookdrop, "inject", also(INJECT, lambda model: torch.rand(1)), "inject changed the RNG state"),
+    (
+        hookdrop,
+        "inject",
+        also(INJECT, lambda model: model.register_buffer("b", torch.ones(1))),
+        "changed .*state_dict keys",
+    ),
+    (
+        hookdrop,
+        "inject",
+        also(INJECT, lambda model: flip_a_bit(model.fc.weight.data[0, 0])),
+        "inject changed a parameter",
+    ),
+    *((hookdrop.DropBlock, "regularize", at_rate(factor), "DropBlock dropped") for factor in (0.0, 0.8, 1.25)),
+]
+
+
 class TestDetection:
-    """Each test breaks hookdrop in one way, and the check reports it."""
+    """hookdrop is broken in one way, and the check reports it."""
 
-    @pytest.fixture
-    def checked(self, model: Small, images: torch.Tensor) -> Callable[[], dict[str, Any]]:
-        return lambda: Check(model, Example((images,), (images,))).run()
-
-    def test_unbroken_model_passes(self, checked: Callable[[], dict[str, Any]]) -> None:
-        record = checked()
+    def test_unbroken_model_passes(self, model: Small, images: torch.Tensor) -> None:
+        record = Check(model, Example((images,), (images,))).run()
         assert record["sites"] == {"DropBlock": 8}
         assert record["asked"] == pytest.approx(0.1)
         assert "warnings" not in record
@@ -124,97 +166,14 @@ class TestDetection:
         with pytest.raises(NotRunnable, match="expected input"):
             Check(model, Example((x,), (x,))).run()
 
-    def test_hook_that_drops_in_eval_mode_fails(
-        self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def always(hook: SiteHook, module: nn.Module, *call: object) -> object:
-            hook.called = True
-            return hook.edit(module, (call[0], {}, call[-1]), lambda x: hook.regularizer.regularize(x, 0.1))
-
-        monkeypatch.setattr(SiteHook, "__call__", always)
-        with pytest.raises(CheckFailed, match="eval output differs with hooks"):
-            checked()
-
-    @pytest.mark.parametrize(
-        ("owner", "name", "broken", "message"),
-        [
-            (SiteHook, "__call__", lambda hook, *call: None, "8 sites did not fire"),
-            (torch.optim.SGD, "step", lambda self: None, "the training step updated no parameter"),
-            (Injection, "remove", lambda self: None, "remove changed hooks"),
-        ],
-    )
-    def test_method_without_an_effect_fails(
-        self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch,
+    @pytest.mark.parametrize(("owner", "name", "broken", "message"), BROKEN)
+    def test_broken_behavior_fails(
+        self, model: Small, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch,
         owner: Any, name: str, broken: Any, message: str,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(owner, name, broken)
         with pytest.raises(CheckFailed, match=message):
-            checked()
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (lambda model: torch.rand(1), "inject changed the RNG state"),
-            (lambda model: model.register_buffer("extra", torch.ones(1)), "inject changed .*state_dict keys"),
-            (lambda model: flip_a_bit(model.fc.weight.data[0, 0]), "plan or inject changed a parameter or buffer"),
-        ],
-    )
-    def test_inject_that_changes_something_else_fails(
-        self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch, change: Any, message: str
-    ) -> None:
-        after(monkeypatch, hookdrop, "inject", change)
-        with pytest.raises(CheckFailed, match=message):
-            checked()
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (lambda drop: flip_a_bit(drop._model().fc.bias.data[0]), "remove changed a parameter or buffer"),
-            (lambda drop: setattr(drop._model(), "marked", True), "remove changed attributes"),
-        ],
-    )
-    def test_remove_that_changes_something_else_fails(
-        self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch, change: Any, message: str
-    ) -> None:
-        after(monkeypatch, Injection, "remove", change)
-        with pytest.raises(CheckFailed, match=message):
-            checked()
-
-    @pytest.mark.parametrize("factor", [0.0, 0.8, 1.25])
-    def test_wrong_rate_fails(
-        self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch, factor: float
-    ) -> None:
-        monkeypatch.setattr(
-            hookdrop.DropBlock,
-            "regularize",
-            lambda self, x, rate: functional.drop_block(x, rate * factor, self.block_size),
-        )
-        with pytest.raises(CheckFailed, match="DropBlock dropped"):
-            checked()
-
-    def test_detached_activations_fail(
-        self, checked: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        apply = SiteHook.apply
-        monkeypatch.setattr(SiteHook, "apply", lambda hook, x, rate: apply(hook, x, rate).detach())
-        with pytest.raises(CheckFailed, match="different parameters have gradients"):
-            checked()
-
-
-def flip_a_bit(x: torch.Tensor) -> None:
-    x.nextafter_(torch.tensor(9.0))
-
-
-def after(patch: pytest.MonkeyPatch, owner: Any, name: str, also: Callable[[Any], Any]) -> None:
-    """Call `also` with the first argument at the end of a function or method."""
-    original = getattr(owner, name)
-
-    def extended(first: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(first, *args, **kwargs)
-        also(first)
-        return result
-
-    patch.setattr(owner, name, extended)
+            Check(model, Example((images,), (images,))).run()
 
 
 class TestFingerprints:

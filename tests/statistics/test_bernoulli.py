@@ -14,17 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.bernoulli import (
-    MIN_P_VALUE,
-    RATES,
-    SAMPLERS,
-    Sampler,
-    by_brute_force,
-    fit,
-    gaps,
-    numbers,
-    positions,
-)
+from tests.support.bernoulli import MIN_P_VALUE, RATES, SAMPLERS, Sampler, by_brute_force, fit, gaps, numbers, positions
 
 
 def at_too_high_a_rate(count: int, p: float) -> Tensor:
@@ -61,20 +51,11 @@ def pairs(sampler: Sampler, p: float, lag: int = 1, count: int = 2**18) -> float
 
 @pytest.mark.parametrize("p", RATES)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_the_number_of_successes_is_binomial(sampler: Sampler, p: float) -> None:
-    assert numbers(sampler, p) > MIN_P_VALUE
-
-
-@pytest.mark.parametrize("p", RATES)
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_gaps_are_geometric(sampler: Sampler, p: float) -> None:
-    assert gaps(sampler, p) > MIN_P_VALUE
-
-
-@pytest.mark.parametrize("p", RATES)
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_success_positions_are_uniform(sampler: Sampler, p: float) -> None:
-    assert positions(sampler, p) > MIN_P_VALUE
+@pytest.mark.parametrize("statistic", [numbers, gaps, positions])
+def test_numbers_are_binomial_gaps_geometric_and_positions_uniform(
+    statistic: Callable[[Sampler, float], float], sampler: Sampler, p: float
+) -> None:
+    assert statistic(sampler, p) > MIN_P_VALUE
 
 
 @pytest.mark.parametrize("lag", [1, 2, 7, 8, 64])

@@ -35,8 +35,6 @@ def by_brute_force(count: int, p: float) -> Tensor:
 
 
 SAMPLERS = [by_successes, by_trials, by_static_trials, by_brute_force]
-
-
 RATES = [0.003, 1 / 256, 0.1, 0.25, 0.5, 0.97, 255 / 256 + 0.002]
 """0.25 is 64 / 256, which random bytes represent exactly; the last rate is beyond their range."""
 

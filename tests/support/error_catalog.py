@@ -2,72 +2,26 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import copy
 import functools
 import gc
 import io
 import re
-import sys
 import textwrap
 import warnings
-from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the "fake" backend
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 import hookdrop
-from hookdrop import (
-    ClipActivationGrad,
-    DropBlock,
-    Dropout,
-    Dropout2d,
-    DropPath,
-    GaussianNoise,
-    HeadDropout,
-    InjectionSpec,
-    LambdaSchedule,
-    LayerDrop,
-    LinearSchedule,
-    Masksembles,
-    MixStyle,
-    NEFTune,
-    TokenDropout,
-    inject,
-    observe,
-    recipes,
-    testing,
-)
+from hookdrop import DropBlock, Dropout, GaussianNoise, inject, testing  # noqa: F401  # in CODE
 from hookdrop.cli import main
-from hookdrop.kernels import triton_dropblock
-from tests.support.models import from_timm, from_torchvision
+from tests.support.models import from_timm, from_torchvision, toy  # noqa: F401  # in CODE
 
 IMAGES = torch.zeros(2, 3, 16, 16)
-CASES: list[tuple[str, Callable[[], Any]]] = []
-"""(title, function that raises an error or warns)."""
-
-
-def case(title: str, function: Callable[[], Any] | None = None) -> Callable[[Callable[[], Any]], None]:
-    """Add a case: a lambda, or as a decorator a function."""
-
-    def add(function: Callable[[], Any]) -> None:
-        CASES.append((title, function))
-
-    if function:
-        add(function)
-    return add
-
-
-# --- models and helpers
 
 
 class Block(nn.Module):
@@ -92,17 +46,6 @@ class ResNet(nn.Module):
         return self.fc(self.layer2(self.layer1(self.conv1(x))).mean((2, 3)))
 
 
-class OutputDict(nn.Module):
-    """Returns a dict, and has a layer that it never calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.unused = nn.Linear(8, 3), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"out": self.fc(x)}
-
-
 class ViT(nn.Module):
     """Tokens (N, 17, 8), in a ModuleList of blocks."""
 
@@ -125,52 +68,23 @@ class InjectsInForward(ResNet):
         return super().forward(x)
 
 
-class Decoder(nn.Module):
+def output_dict() -> nn.Module:
+    """Returns a dict, and has a layer that it never calls."""
+    return toy(lambda m, x: {"out": m.fc(x)}, fc=nn.Linear(8, 3), unused=nn.Linear(8, 3))
+
+
+def decoder() -> nn.Module:
     """A transformer layer with the structure of LLaMA's, and dropout in its MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.input_layernorm, self.self_attn = nn.LayerNorm(8), nn.Linear(8, 8)
-        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(x + self.self_attn(self.input_layernorm(x)))
+    layers = {"input_layernorm": nn.LayerNorm(8), "self_attn": nn.Linear(8, 8)}
+    mlp = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
+    return toy(lambda m, x: x + m.mlp(x + m.self_attn(m.input_layernorm(x))), **layers, mlp=mlp)
 
 
-class Spectrum(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft(x)
-
-
-class LanguageModel(nn.Module):
+def language_model() -> Any:
     """Called with embeddings, so that its own embedding never runs, and with a KV cache."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens, self.layer, self.head = nn.Embedding(8, 16), CachedLayer(), nn.Linear(16, 2)
-
-    def forward(self, inputs_embeds: Tensor) -> Tensor:
-        return self.head(self.layer(inputs_embeds, past_key_values=[]))
-
-
-class CachedLayer(nn.Module):
-    def forward(self, x: Tensor, past_key_values: Any = None, settings: Any = None) -> Tensor:
-        return x
-
-
-class MixesSamples(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-
-class ReturnsMore(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return (x, x.mean()) if self.training else x
-
-
-class Argmax(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.argmax(-1)
+    layer = toy(lambda m, x, past_key_values=None, settings=None: x)
+    forward = lambda m, inputs_embeds: m.head(m.layer(inputs_embeds, past_key_values=[]))  # noqa: E731
+    return toy(forward, embed_tokens=nn.Embedding(8, 16), layer=layer, head=nn.Linear(16, 2))
 
 
 class Jitter(GaussianNoise):
@@ -184,11 +98,6 @@ def mlp() -> nn.Sequential:
 
 def half(step: int) -> float:
     return 0.5
-
-
-def keras_layer() -> nn.Module:
-    """A stand-in for a Keras layer on the torch backend."""
-    return type("Dense", (nn.Linear,), {"__module__": "keras.src.layers.core"})(8, 8)
 
 
 def train(model: nn.Module, steps: int = 30, optimizer: Any = None) -> None:
@@ -233,764 +142,605 @@ def handle(schedule: Any = None) -> Any:
     return drop
 
 
-# --- choosing layers
+def dropped(module: nn.Module, x: Tensor) -> Tensor:
+    rate: Any = module.rate
+    return nn.functional.dropout(x, rate, module.training)
 
-case("a misspelled layer", lambda: inject(ResNet(), Dropout(p=0.1), layers="layer3"))
-case("a layer without the name of its block", lambda: inject(ResNet(), Dropout(p=0.1), layers="bn1"))
-case("a pattern that matches nothing", lambda: inject(ResNet(), Dropout(p=0.1), layers="layer1.*bn1"))
-case(
-    "a key of a mapping that matches nothing",
-    lambda: inject(ResNet(), {"fc": Dropout(p=0.1), "layer1.bn1": Dropout2d(p=0.1)}),
+
+class OwnLoss(nn.Dropout):
+    """Needs labels in training mode."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        if self.training and labels is None:
+            raise ValueError("labels are required")
+        return super().forward(x)
+
+
+CODE = r"""
+## choosing layers
+# a misspelled layer
+inject(ResNet(), Dropout(p=0.1), layers="layer3")
+# a layer without the name of its block
+inject(ResNet(), Dropout(p=0.1), layers="bn1")
+# a pattern that matches nothing
+inject(ResNet(), Dropout(p=0.1), layers="layer1.*bn1")
+# a key of a mapping that matches nothing
+inject(ResNet(), {"fc": Dropout(p=0.1), "layer1.bn1": Dropout2d(p=0.1)})
+# a class that matches nothing
+inject(ResNet(), Dropout(p=0.1), layers=nn.LSTM)
+# the name of a class as a string
+inject(ResNet(), Dropout(p=0.1), layers="BatchNorm2d")
+# a regular expression as a string
+inject(ResNet(), Dropout(p=0.1), layers=r"layer\d\.0")
+# no layers
+inject(ResNet(), Dropout(p=0.1))
+# every layer is excluded
+inject(ResNet(), Dropout(p=0.1), layers="layer1.*", exclude="layer1.**")
+# a module of another model
+inject(ResNet(), Dropout(p=0.1), layers=ResNet().conv1)
+# a container without a forward()
+inject(ViT(), Dropout(p=0.1), layers="blocks")
+# a pattern of p_scale that matches nothing
+inject(ResNet(), Dropout(p=0.1), layers="layer1.*", p_scale={"layer2.*": 0.5})
+# a layer that two patterns of a mapping match
+inject(ResNet(), {"layer1.*": Dropout(p=0.1), "layer1.0": Dropout2d(p=0.1)})
+# a pattern that also matches containers without a forward()
+inject(ViT(), Dropout(p=0.1), layers="*")
+# an exclude that matches none of the selected layers
+inject(ResNet(), Dropout(p=0.1), layers="layer1.*", exclude="layer2")
+# a Keras layer
+Dense = type("Dense", (nn.Linear,), {"__module__": "keras.src.layers.core"})  # a stand-in for a Keras layer
+inject(nn.Sequential(Dense(8, 8)), Dropout(p=0.1), layers="0")
+# a ScriptModule
+inject(torch.jit.script(mlp()), Dropout(p=0.1), layers="0")
+# a module inside a TransformerEncoderLayer
+inject(nn.TransformerEncoderLayer(8, 2, batch_first=True), Dropout(p=0.1), layers="linear1")
+
+## shapes, with an example input
+# tokens into DropBlock
+inject(ViT(), DropBlock(p=0.1), layers="blocks.*", example_input=IMAGES)
+# features into Dropout2d
+inject(ResNet(), Dropout2d(p=0.1), layers="fc", example_input=IMAGES)
+# a block larger than the map
+inject(ResNet(), DropBlock(p=0.1, block_size=31), layers="layer1.*", example_input=IMAGES)
+# a batch that Masksembles cannot split
+inject(nn.Sequential(nn.Linear(8, 16)), Masksembles(n=4), layers="0", example_input=torch.zeros(30, 8))
+# heads at another layer
+inject(ResNet(), HeadDropout(p=0.1), layers="fc")
+# heads that do not divide the features
+inject(ResNet(), HeadDropout(p=0.1, heads=3), layers="fc")
+# attention scores at another layer
+inject(ResNet(), DropKey(p=0.1), layers="fc", example_input=IMAGES)
+# no attention scores in a call
+hooked(ViT(), DropKey(p=0.1), "blocks.0")(IMAGES)
+# a model without attention scores
+inject(ResNet(), recipes.drop_key(p=0.1), example_input=IMAGES)
+# a tensor of attention scores
+inject(ViT(), DropKey(p=0.1), layers="blocks.0", tensor=0)
+# attention scores at the input
+inject(ViT(), DropKey(p=0.1), layers="blocks.0", at="input")
+# a checkpoint inside an attention layer
+recomputed = toy(lambda self, x: torch.utils.checkpoint.checkpoint(torch.softmax, x, -1, use_reentrant=False))
+hooked(nn.Sequential(recomputed), DropKey(p=0.1), "0")(torch.zeros(2, 3, 3, requires_grad=True))
+# an object given to a branch that runs on part of the batch
+model = hooked(language_model(), DropPath(p=0.5, mode="subset"), "layer")
+model.layer(torch.zeros(4, 8), settings=object())
+# heads that attention does not have
+inject(
+    from_timm("vit_tiny_patch16_224", depth=1, img_size=32)(),
+    HeadDropout(p=0.1, heads=4),
+    layers="blocks.0.attn.proj",
+    example_input=torch.rand(1, 3, 32, 32),
 )
-case("a class that matches nothing", lambda: inject(ResNet(), Dropout(p=0.1), layers=nn.LSTM))
-case("the name of a class as a string", lambda: inject(ResNet(), Dropout(p=0.1), layers="BatchNorm2d"))
-case("a regular expression as a string", lambda: inject(ResNet(), Dropout(p=0.1), layers=r"layer\d\.0"))
-case("no layers", lambda: inject(ResNet(), Dropout(p=0.1)))
-case("every layer is excluded", lambda: inject(ResNet(), Dropout(p=0.1), layers="layer1.*", exclude="layer1.**"))
-case("a module of another model", lambda: inject(ResNet(), Dropout(p=0.1), layers=ResNet().conv1))
-case("a container without a forward()", lambda: inject(ViT(), Dropout(p=0.1), layers="blocks"))
-case(
-    "a pattern of p_scale that matches nothing",
-    lambda: inject(ResNet(), Dropout(p=0.1), layers="layer1.*", p_scale={"layer2.*": 0.5}),
+# tokens removed before rotary embeddings
+inject(
+    from_timm("eva02_tiny_patch14_224", depth=1, img_size=56)(),
+    TokenDropout(p=0.5, remove=True),
+    layers="pos_drop",
+    example_input=torch.randn(1, 3, 56, 56),
 )
-case(
-    "a layer that two patterns of a mapping match",
-    lambda: inject(ResNet(), {"layer1.*": Dropout(p=0.1), "layer1.0": Dropout2d(p=0.1)}),
+# a batch norm in a branch that runs on part of the batch
+inject(ResNet(), DropPath(p=0.1, mode="subset"), layers="layer1.*")
+# a branch that mixes samples, on part of the batch
+run(nn.Sequential(toy(lambda m, x: x - x.mean(0))), DropPath(p=0.5, mode="subset"), torch.rand(4, 8))
+# a branch that returns further rows, on part of the batch
+run(nn.Sequential(nn.LSTM(3, 4, batch_first=True)), DropPath(p=0.5, mode="subset"), torch.rand(4, 5, 3))
+# a branch that returns more in training, on part of the batch
+run(nn.Sequential(toy(lambda m, x: (x, x.mean()) if m.training else x)), DropPath(p=0.5, mode="subset"), torch.rand(4, 8))
+# an attention mask that no module takes
+inject(nn.Sequential(nn.Embedding(8, 8)), NEFTune(alpha=5, attention_mask=True), layers="0")
+# a KV cache in training
+run(language_model(), LayerDrop(p=0.1), torch.zeros(2, 4, 16), layers="layer")
+# DropPath on whole residual blocks
+inject(ResNet(), DropPath(p=0.1), layers="layer1.*", example_input=torch.randn(2, 3, 16, 16))
+# a layer that already drops
+inject(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8))
+# a rate that looks like keep_prob
+inject(ResNet(), DropBlock(p=0.9, block_size=3), layers="layer1.*")
+# an int for p
+DropBlock(7)
+# a shared axis twice
+Dropout(p=0.1, shared=(2, 2))
+# a shared axis that does not exist
+Dropout(p=0.1, shared=(2, 3))(torch.ones(8, 197, 384))
+# a PackedSequence
+run(
+    nn.Sequential(nn.LSTM(3, 4)),
+    DropPath(p=0.1),
+    nn.utils.rnn.pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)]),
 )
-case("a pattern that also matches containers without a forward()", lambda: inject(ViT(), Dropout(p=0.1), layers="*"))
-case(
-    "an exclude that matches none of the selected layers",
-    lambda: inject(ResNet(), Dropout(p=0.1), layers="layer1.*", exclude="layer2"),
-)
-case("a Keras layer", lambda: inject(nn.Sequential(keras_layer()), Dropout(p=0.1), layers="0"))
-case("a ScriptModule", lambda: inject(torch.jit.script(mlp()), Dropout(p=0.1), layers="0"))
-case(
-    "a module inside a TransformerEncoderLayer",
-    lambda: inject(nn.TransformerEncoderLayer(8, 2, batch_first=True), Dropout(p=0.1), layers="linear1"),
-)
-
-
-# --- shapes, with an example input
-
-case("tokens into DropBlock", lambda: inject(ViT(), DropBlock(p=0.1), layers="blocks.*", example_input=IMAGES))
-case("features into Dropout2d", lambda: inject(ResNet(), Dropout2d(p=0.1), layers="fc", example_input=IMAGES))
-case(
-    "a block larger than the map",
-    lambda: inject(ResNet(), DropBlock(p=0.1, block_size=31), layers="layer1.*", example_input=IMAGES),
-)
-case(
-    "a batch that Masksembles cannot split",
-    lambda: inject(nn.Sequential(nn.Linear(8, 16)), Masksembles(n=4), layers="0", example_input=torch.zeros(30, 8)),
-)
-case("heads at another layer", lambda: inject(ResNet(), HeadDropout(p=0.1), layers="fc"))
-case("heads that do not divide the features", lambda: inject(ResNet(), HeadDropout(p=0.1, heads=3), layers="fc"))
-
-
-@case("an object given to a branch that runs on part of the batch")
-def _() -> None:
-    model = hooked(LanguageModel(), DropPath(p=0.5, mode="subset"), "layer")
-    model.layer(torch.zeros(4, 8), settings=object())
-
-
-case(
-    "heads that attention does not have",
-    lambda: inject(
-        from_timm("vit_tiny_patch16_224", depth=1, img_size=32)(),
-        HeadDropout(p=0.1, heads=4),
-        layers="blocks.0.attn.proj",
-        example_input=torch.rand(1, 3, 32, 32),
-    ),
-)
-case(
-    "tokens removed before rotary embeddings",
-    lambda: inject(
-        from_timm("eva02_tiny_patch14_224", depth=1, img_size=56)(),
-        TokenDropout(p=0.5, remove=True),
-        layers="pos_drop",
-        example_input=torch.randn(1, 3, 56, 56),
-    ),
-)
-case(
-    "a batch norm in a branch that runs on part of the batch",
-    lambda: inject(ResNet(), DropPath(p=0.1, mode="subset"), layers="layer1.*"),
-)
-case(
-    "a branch that mixes samples, on part of the batch",
-    lambda: run(nn.Sequential(MixesSamples()), DropPath(p=0.5, mode="subset"), torch.rand(4, 8)),
-)
-case(
-    "a branch that returns further rows, on part of the batch",
-    lambda: run(nn.Sequential(nn.LSTM(3, 4, batch_first=True)), DropPath(p=0.5, mode="subset"), torch.rand(4, 5, 3)),
-)
-case(
-    "a branch that returns more in training, on part of the batch",
-    lambda: run(nn.Sequential(ReturnsMore()), DropPath(p=0.5, mode="subset"), torch.rand(4, 8)),
-)
-case(
-    "an attention mask that no module takes",
-    lambda: inject(nn.Sequential(nn.Embedding(8, 8)), NEFTune(alpha=5, attention_mask=True), layers="0"),
-)
-case("a KV cache in training", lambda: run(LanguageModel(), LayerDrop(p=0.1), torch.zeros(2, 4, 16), layers="layer"))
-case(
-    "DropPath on whole residual blocks",
-    lambda: inject(ResNet(), DropPath(p=0.1), layers="layer1.*", example_input=torch.randn(2, 3, 16, 16)),
-)
-case(
-    "a layer that already drops",
-    lambda: inject(
-        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8)
-    ),
-)
-case("a rate that looks like keep_prob", lambda: inject(ResNet(), DropBlock(p=0.9, block_size=3), layers="layer1.*"))
-case("an int for p", lambda: DropBlock(7))
-case("a shared axis twice", lambda: Dropout(p=0.1, shared=(2, 2)))
-case("a shared axis that does not exist", lambda: Dropout(p=0.1, shared=(2, 3))(torch.ones(8, 197, 384)))
-case(
-    "a PackedSequence",
-    lambda: run(
-        nn.Sequential(nn.LSTM(3, 4)),
-        DropPath(p=0.1),
-        nn.utils.rnn.pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)]),
-    ),
-)
-case(
-    "a complex output",
-    lambda: inject(nn.Sequential(Spectrum()), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8)),
-)
-
-
-@case("a strided NestedTensor")
-def _() -> None:
-    inject(model := nn.Sequential(nn.Linear(3, 4)), Dropout(p=0.1), layers="0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of PyTorch, about this layout
-        model(torch.nested.nested_tensor([torch.zeros(5, 3), torch.zeros(2, 3)]))
-
-
-@case("a partial sum of tensor parallelism")
-def _() -> None:
-    inject(model := nn.Sequential(nn.Linear(8, 8)), Dropout(p=0.1), layers="0")
-    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
-    try:
-        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": RowwiseParallel()})
-        model(torch.zeros(2, 4))
-    finally:
-        dist.destroy_process_group()
-
-
-case("nested sites", lambda: inject(ResNet(), Dropout(p=0.1), layers="layer1.**"))
-case(
-    "maps with the channels last (NHWC)",
-    lambda: inject(
-        nn.Sequential(nn.Linear(8, 8)), Dropout2d(p=0.1), layers="0", example_input=torch.zeros(2, 16, 16, 8)
-    ),
-)
-case(
-    "a high rate before a batch norm",
-    lambda: inject(ResNet(), Dropout(p=0.5), layers="layer1.0.conv1", example_input=IMAGES),
-)
-
-
-@case("a frozen layer")
-def _() -> None:
-    (model := ResNet()).layer1.requires_grad_(False)
-    inject(model, Dropout(p=0.1), layers="layer1.0", example_input=IMAGES)
-
-
-case(
-    "a layer that returns no tensor",
-    lambda: inject(
-        nn.Sequential(nn.Embedding(8, 8), Argmax()), Dropout(p=0.1), layers="1", example_input=torch.ones(2, 3).long()
-    ),
-)
-case(
-    "a pattern that also matches a layer that a forward never calls",
-    lambda: inject(ViT(), Dropout(p=0.1), layers=nn.Linear, example_input=IMAGES),
-)
-case("a layer that a forward never calls", lambda: inject(ViT(), Dropout(p=0.1), layers="unused", example_input=IMAGES))
-case(
-    "an example input that the model rejects",
-    lambda: inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(2, 4, 16, 16)),
-)
-case(
-    "an example input without a batch axis, with its channels last",
-    lambda: inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(16, 16, 3)),
-)
-case(
-    "an example input of another size",
-    lambda: inject(mlp(), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 9, 9)),
-)
-case(
-    "a map without a batch axis",
-    lambda: inject(
-        nn.Sequential(nn.Conv2d(3, 4, 3)), Dropout2d(p=0.1), layers="0", example_input=torch.zeros(3, 16, 16)
-    ),
-)
-case(
-    "an example input of a model with lazy modules",
-    lambda: inject(nn.Sequential(nn.LazyLinear(8)), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 4)),
-)
-case("a wrong shape without an example input", lambda: run(ViT(), DropBlock(p=0.1), IMAGES, layers="blocks.0"))
-
-
-# --- settings
-
-case("p out of range", lambda: DropBlock(p=1.5))
-case("p as a percentage", lambda: Dropout(p=10))
-case("no rate", lambda: Dropout())
-case("p as a string", lambda: Dropout(p="1"))
-case("both p and keep_prob", lambda: DropBlock(p=0.1, keep_prob=0.9))
-case("a block of size 0", lambda: DropBlock(p=0.1, block_size=0))
-case("the regularizer before the model", lambda: inject(Dropout(p=0.1), ResNet(), layers="fc"))
-case("the class of a regularizer instead of an instance", lambda: inject(ResNet(), Dropout, layers="fc"))
-case("a module with parameters", lambda: inject(ResNet(), nn.BatchNorm2d(8), layers="layer1.*"))
-case("a lambda as the regularizer", lambda: inject(ResNet(), lambda x: 0.9 * x, layers="fc"))
-case(
-    "a schedule for a regularizer without a rate",
-    lambda: inject(ResNet(), torch.tanh, layers="fc", schedule=LinearSchedule(steps=10)),
-)
-case("a number as the schedule", lambda: inject(ResNet(), Dropout(p=0.1), layers="fc", schedule=1000))
-case("a schedule without steps", lambda: LinearSchedule(steps=0))
-case(
-    "a schedule whose peak exceeds the range of p",
-    lambda: inject(ResNet(), Dropout(p=0.6), layers="fc", schedule=LinearSchedule(steps=10, end=2.0)),
-)
-case("parse: a typo", lambda: hookdrop.parse("DropBlok(p=0.1)"))
-case("parse: code instead of a literal", lambda: hookdrop.parse("Dropout(p=min(0.1, 0.2))"))
-
-
-# --- injecting
-
-
-case(
-    "a notebook cell that is run again", lambda: inject(injected()[0], DropBlock(p=0.1, block_size=3), layers="**.bn1")
-)
-case(
-    "a second injection of the same name", lambda: inject(injected()[0], DropBlock(p=0.2, block_size=3), layers="conv1")
-)
-
-
-@case("inject inside without_hooks")
-def _() -> None:
-    model, _ = injected()
-    with hookdrop.without_hooks(model):
-        inject(model, Dropout(p=0.1), layers="layer1.0.bn1")
-
-
-case("inject inside torch.jit.trace", lambda: torch.jit.trace(InjectsInForward(), IMAGES))
-case("a model in training mode in torch.jit.trace", lambda: torch.jit.trace(injected()[0], IMAGES))
-
-
-@case("a hooked layer in torch.jit.script")
-def _() -> None:
-    model, drop = injected()
-    with drop:
-        torch.jit.script(model.layer1[0].bn1)
-
-
-case("torch.export in training mode", lambda: torch.export.export(hooked(mlp()), (torch.zeros(2, 8),)))
-
-
-@case("other libraries' code that compiled code may recompute")
-def _() -> None:
-    inject(model := mlp(), nn.RReLU(), layers="0")
-    with torch._functorch.config.patch(activation_memory_budget=0.5):
-        torch.compile(model, backend="eager")(torch.zeros(2, 8))
-
-
-case("torch.fx of a hooked block", lambda: torch.fx.symbolic_trace(hooked(nn.Sequential(mlp()))))
-
-
-# --- training
-
-
-case("a schedule that is not advancing", lambda: train(injected(schedule=LinearSchedule(steps=100))[0]))
-case("a model that is trained in eval mode", lambda: train(injected()[0].eval()))
-case("a layer that training never calls", lambda: train(hooked(ViT(), layers=["blocks.0", "unused"])))
-case(
-    "a language model that is trained on embeddings",
-    lambda: train(hooked(LanguageModel(), NEFTune(alpha=5), layers="embed_tokens")),
-)
-
-
-@case("two optimizers")
-def _() -> None:
-    model, drop = injected(schedule=LinearSchedule(steps=100))
-    optimizers = torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())
-    drop.follow(optimizers[0]).follow(optimizers[1])
-
-
-@case("step() while an optimizer is followed")
-def _() -> None:
-    model, drop = injected(schedule=LinearSchedule(steps=100))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    drop.follow(optimizer).step()
-
-
-case("follow() of something else than an optimizer", lambda: handle(LinearSchedule(steps=100)).follow(nn.Linear(8, 8)))
-
-
-@case("the followed optimizer is gone")
-def _() -> None:
-    model, drop = injected(schedule=LinearSchedule(steps=100))
-    drop.follow(torch.optim.SGD(model.parameters(), 0.1))
-    train(model)
-
-
-@case("a resumed optimizer and a schedule at its beginning")
-def _() -> None:
-    train(model := ResNet(), 10, optimizer := torch.optim.Adam(model.parameters()))
-    inject(model, Dropout(p=0.1), layers="fc", schedule=LinearSchedule(steps=100)).follow(optimizer)
-    train(model, 1, optimizer)
-
-
-@case("the hooked model is discarded and another one trained")
-def _() -> None:
-    _drop = inject(mlp(), Dropout(p=0.1), layers="0")
-    train(mlp(), 1)
-
-
-@case("a model is built and trained while the hooked one waits")
-def _() -> None:
-    inject(_model := mlp(), Dropout(p=0.1), layers="0")
-    train(mlp(), 20)
-
-
-@case("a hooked module is replaced")
-def _() -> None:
-    model, drop = injected()
-    model.layer2[0].bn1 = nn.BatchNorm2d(8)
-    drop.remove()
-
-
-@case("a hooked module is copied within the model")
-def _() -> None:
-    model, drop = injected()
-    model.layer3 = copy.deepcopy(model.layer2)
-    drop.remove()
-
-
-@case("an adapter around a hooked module")
-def _() -> None:
-    drop = inject(model := mlp(), Dropout(p=0.1), layers="0")
-    model[0] = nn.Sequential(model[0], nn.Linear(8, 8))
-    drop.remove()
-
-
-@case("a full backward hook on a hooked module")
-def _() -> None:
-    drop = inject(model := mlp(), Dropout(p=0.1), layers="0")
-    model[0].register_full_backward_hook(lambda *_: None)
-    drop.remove()
-
-
-@case("DropPath where rows are windows")
-def _() -> None:
-    windows = nn.Sequential(nn.Flatten(0, 1), nn.Linear(8, 8), nn.Unflatten(0, (2, 4)), nn.Linear(8, 2))
-    inject(windows, DropPath(p=0.1), layers=nn.Linear)
-    windows(torch.ones(2, 4, 8))
-
-
-@case("a schedule that advances twice for each update")
-def _() -> None:
-    model, drop = injected(schedule=LinearSchedule(steps=1000))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for batch in range(40):
-        drop.step()
-        train(model, batch % 2, optimizer)
-
-
-@case("a forward without gradients during the training")
-def _() -> None:
-    model, _ = injected()
-    train(model, 1, torch.optim.SGD(model.parameters(), 0.1))
-    with torch.no_grad():
-        model(IMAGES)
-
-
-@case("a schedule that advances once per epoch")
-def _() -> None:
-    model, drop = injected(schedule=LinearSchedule(steps=1000))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        train(model, 10, optimizer)
-        drop.step()
-
-
-@case("a schedule in epochs")
-def _() -> None:
-    model, drop = injected(schedule=LinearSchedule(steps=1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    drop.follow(optimizer)
-    train(model, 101, optimizer)
-
-
-@case("an activation checkpoint that does not restore the random state")
-def _() -> None:
-    model, _ = injected(Dropout(p=0.5))
-    x = torch.ones(2, 8, 16, 16, requires_grad=True)
-    checkpoint(model.layer1, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
-
-
-case(
-    "PyTorch's update_bn of a hooked average",
-    lambda: torch.optim.swa_utils.update_bn([IMAGES], torch.optim.swa_utils.AveragedModel(injected()[0])),
-)
-
-
-@case("two ranks with the same seed")
-def _() -> None:
-    (model, drop), store = injected(), dist.HashStore()
-    for rank in range(2):  # two ranks in turn, with one store
-        dist.init_process_group("fake", rank=rank, world_size=2, store=store)
-        train(model, 1)
-        if rank:
-            drop.remove()
-        dist.destroy_process_group()
-
-
-# --- the handle
-
-
-case("a handle whose model was deleted", lambda: injected()[1].probe(IMAGES))
-
-
-@case("a handle that was removed")
-def _() -> None:
-    _model, drop = injected()
-    drop.remove()
+# a complex output
+inject(nn.Sequential(toy(lambda m, x: torch.fft.fft(x))), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8))
+# a strided NestedTensor
+inject(model := nn.Sequential(nn.Linear(3, 4)), Dropout(p=0.1), layers="0")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # of PyTorch, about this layout
+    model(torch.nested.nested_tensor([torch.zeros(5, 3), torch.zeros(2, 3)]))
+# a partial sum of tensor parallelism
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+inject(model := nn.Sequential(nn.Linear(8, 8)), Dropout(p=0.1), layers="0")
+dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+try:
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": RowwiseParallel()})
+    model(torch.zeros(2, 4))
+finally:
+    dist.destroy_process_group()
+# nested sites
+inject(ResNet(), Dropout(p=0.1), layers="layer1.**")
+# maps with the channels last (NHWC)
+inject(nn.Sequential(nn.Linear(8, 8)), Dropout2d(p=0.1), layers="0", example_input=torch.zeros(2, 16, 16, 8))
+# a high rate before a batch norm
+inject(ResNet(), Dropout(p=0.5), layers="layer1.0.conv1", example_input=IMAGES)
+# a frozen layer
+(model := ResNet()).layer1.requires_grad_(False)
+inject(model, Dropout(p=0.1), layers="layer1.0", example_input=IMAGES)
+# a layer that returns no tensor
+model, ids = nn.Sequential(nn.Embedding(8, 8), toy(lambda m, x: x.argmax(-1))), torch.ones(2, 3).long()
+inject(model, Dropout(p=0.1), layers="1", example_input=ids)
+# a pattern that also matches a layer that a forward never calls
+inject(ViT(), Dropout(p=0.1), layers=nn.Linear, example_input=IMAGES)
+# a layer that a forward never calls
+inject(ViT(), Dropout(p=0.1), layers="unused", example_input=IMAGES)
+# an example input that the model rejects
+inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(2, 4, 16, 16))
+# an example input without a batch axis, with its channels last
+inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(16, 16, 3))
+# an example input of another size
+inject(mlp(), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 9, 9))
+# a map without a batch axis
+inject(nn.Sequential(nn.Conv2d(3, 4, 3)), Dropout2d(p=0.1), layers="0", example_input=torch.zeros(3, 16, 16))
+# an example input of a model with lazy modules
+inject(nn.Sequential(nn.LazyLinear(8)), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 4))
+# a wrong shape without an example input
+run(ViT(), DropBlock(p=0.1), IMAGES, layers="blocks.0")
+
+## penalties
+# reading a penalty that there is not
+handle().penalty()
+# a penalty as a plain layer
+ActivationPenalty()(torch.ones(2, 3, 4))
+# a penalty of an LSTM with the batch as time
+inject(nn.Sequential(nn.LSTM(4, 4)), ActivationPenalty(), layers="0")
+# a penalty of a tensor without time steps
+inject(model := nn.Sequential(nn.Linear(8, 8)), ActivationPenalty(), layers="0")
+model(torch.ones(2, 8))
+# a penalty in a reentrant checkpoint
+inject(model := nn.Sequential(nn.Linear(8, 8)), ActivationPenalty(), layers="0")
+torch.utils.checkpoint.checkpoint(model, torch.ones(2, 5, 8, requires_grad=True), use_reentrant=True)
+# a penalty that is never added to the loss
+model = nn.Sequential(nn.Linear(8, 8))
+optimizer, _drop = torch.optim.SGD(model.parameters(), 0.1), inject(model, ActivationPenalty(), layers="0")
+for _ in range(25):
+    model(torch.ones(2, 5, 8)).mean().backward()
+    optimizer.step()
+# thousands of forwards with a penalty that is not read
+inject(model := nn.Sequential(nn.Identity()), ActivationPenalty(), layers="0")
+for _ in range(4100):
+    model(torch.ones(1, 1, 1))
+
+## settings
+# p out of range
+DropBlock(p=1.5)
+# p as a percentage
+Dropout(p=10)
+# no rate
+Dropout()
+# p as a string
+Dropout(p="1")
+# both p and keep_prob
+DropBlock(p=0.1, keep_prob=0.9)
+# a block of size 0
+DropBlock(p=0.1, block_size=0)
+# the regularizer before the model
+inject(Dropout(p=0.1), ResNet(), layers="fc")
+# the class of a regularizer instead of an instance
+inject(ResNet(), Dropout, layers="fc")
+# a module with parameters
+inject(ResNet(), nn.BatchNorm2d(8), layers="layer1.*")
+# a lambda as the regularizer
+inject(ResNet(), lambda x: 0.9 * x, layers="fc")
+# a schedule for a regularizer without a rate
+inject(ResNet(), torch.tanh, layers="fc", schedule=LinearSchedule(steps=10))
+# a number as the schedule
+inject(ResNet(), Dropout(p=0.1), layers="fc", schedule=1000)
+# a schedule without steps
+LinearSchedule(steps=0)
+# a schedule whose peak exceeds the range of p
+inject(ResNet(), Dropout(p=0.6), layers="fc", schedule=LinearSchedule(steps=10, end=2.0))
+# parse: a typo
+hookdrop.parse("DropBlok(p=0.1)")
+# parse: code instead of a literal
+hookdrop.parse("Dropout(p=min(0.1, 0.2))")
+
+## injecting
+# a notebook cell that is run again
+inject(injected()[0], DropBlock(p=0.1, block_size=3), layers="**.bn1")
+# a second injection of the same name
+inject(injected()[0], DropBlock(p=0.2, block_size=3), layers="conv1")
+# inject inside without_hooks
+model, _ = injected()
+with hookdrop.without_hooks(model):
+    inject(model, Dropout(p=0.1), layers="layer1.0.bn1")
+# inject inside torch.jit.trace
+torch.jit.trace(InjectsInForward(), IMAGES)
+# a model in training mode in torch.jit.trace
+torch.jit.trace(injected()[0], IMAGES)
+# a hooked layer in torch.jit.script
+model, drop = injected()
+with drop:
+    torch.jit.script(model.layer1[0].bn1)
+# torch.export in training mode
+torch.export.export(hooked(mlp()), (torch.zeros(2, 8),))
+# other libraries' code that compiled code may recompute
+inject(model := mlp(), nn.RReLU(), layers="0")
+with torch._functorch.config.patch(activation_memory_budget=0.5):
+    torch.compile(model, backend="eager")(torch.zeros(2, 8))
+# torch.fx of a hooked block
+torch.fx.symbolic_trace(hooked(nn.Sequential(mlp())))
+
+## training
+# a schedule that is not advancing
+train(injected(schedule=LinearSchedule(steps=100))[0])
+# a model that is trained in eval mode
+train(injected()[0].eval())
+# a layer that training never calls
+train(hooked(ViT(), layers=["blocks.0", "unused"]))
+# a language model that is trained on embeddings
+train(hooked(language_model(), NEFTune(alpha=5), layers="embed_tokens"))
+# two optimizers
+model, drop = injected(schedule=LinearSchedule(steps=100))
+optimizers = torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam(model.parameters())
+drop.follow(optimizers[0]).follow(optimizers[1])
+# step() while an optimizer is followed
+model, drop = injected(schedule=LinearSchedule(steps=100))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+drop.follow(optimizer).step()
+# follow() of something else than an optimizer
+handle(LinearSchedule(steps=100)).follow(nn.Linear(8, 8))
+# the followed optimizer is gone
+model, drop = injected(schedule=LinearSchedule(steps=100))
+drop.follow(torch.optim.SGD(model.parameters(), 0.1))
+train(model)
+# a resumed optimizer and a schedule at its beginning
+train(model := ResNet(), 10, optimizer := torch.optim.Adam(model.parameters()))
+inject(model, Dropout(p=0.1), layers="fc", schedule=LinearSchedule(steps=100)).follow(optimizer)
+train(model, 1, optimizer)
+# the hooked model is discarded and another one trained
+_drop = inject(mlp(), Dropout(p=0.1), layers="0")
+train(mlp(), 1)
+# a model is built and trained while the hooked one waits
+inject(_model := mlp(), Dropout(p=0.1), layers="0")
+train(mlp(), 20)
+# a hooked module is replaced
+model, drop = injected()
+model.layer2[0].bn1 = nn.BatchNorm2d(8)
+drop.remove()
+# a hooked module is copied within the model
+import copy
+model, drop = injected()
+model.layer3 = copy.deepcopy(model.layer2)
+drop.remove()
+# an adapter around a hooked module
+drop = inject(model := mlp(), Dropout(p=0.1), layers="0")
+model[0] = nn.Sequential(model[0], nn.Linear(8, 8))
+drop.remove()
+# a full backward hook on a hooked module
+drop = inject(model := mlp(), Dropout(p=0.1), layers="0")
+model[0].register_full_backward_hook(lambda *_: None)
+drop.remove()
+# DropPath where rows are windows
+windows = nn.Sequential(nn.Flatten(0, 1), nn.Linear(8, 8), nn.Unflatten(0, (2, 4)), nn.Linear(8, 2))
+inject(windows, DropPath(p=0.1), layers=nn.Linear)
+windows(torch.ones(2, 4, 8))
+# a schedule that advances twice for each update
+model, drop = injected(schedule=LinearSchedule(steps=1000))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for batch in range(40):
     drop.step()
-
-
-@case("removing an injection twice by name")
-def _() -> None:
-    model, _ = injected()
-    hookdrop.find(model)["dropblock"].remove()
-    hookdrop.find(model)["dropblock"].remove()
-
-
-@case("one target for rates of mixed units")
-def _() -> None:
-    model = ResNet()
-    inject(model, {"fc": Dropout(p=0.1), "conv1": GaussianNoise(std=0.1)}).target_p = 0.2
-
-
-case("sampling at rate 0", lambda: handle(LinearSchedule(steps=100)).sampling().__enter__())
-case("one Monte Carlo sample", lambda: handle().predict(IMAGES, samples=1))
-case("predicting an empty loader", lambda: handle().predict(iter([])))
-case("predicting an array", lambda: handle().predict(IMAGES.numpy()))
-case(
-    "predicting with a model that returns a dict",
-    lambda: inject(_model := OutputDict(), Dropout(p=0.5), layers="fc").predict(torch.ones(2, 8)),
-)
-case(
-    "the softmax of one class",
-    lambda: inject(_model := nn.Sequential(nn.Linear(8, 1)), Dropout(p=0.5), layers="0").predict(torch.ones(2, 8)),
-)
-case(
-    "the softmax of probabilities",
-    lambda: inject(_model := nn.Sequential(nn.Linear(8, 3), nn.Softmax(-1)), Dropout(p=0.5), layers="0").predict(
-        torch.ones(2, 8)
-    ),
-)
-case(
-    "equal Monte Carlo samples",
-    lambda: inject(_model := OutputDict(), Dropout(p=0.5), layers="unused").predict(
-        torch.ones(2, 8), output=lambda out: out["out"]
-    ),
-)
-case(
-    "predicting with hooks that only edit gradients",
-    lambda: inject(_model := mlp(), ClipActivationGrad(max_norm=1.0), layers="0").predict(torch.ones(2, 8)),
-)
-case(
-    "consistent samples of a regularizer that mixes samples",
-    lambda: inject(_model := ResNet(), MixStyle(p=0.5), layers="conv1").predict(IMAGES, consistent=True),
-)
-case(
-    "consistent samples where axis 0 is not the batch",
-    lambda: inject(_model := nn.Sequential(nn.Flatten(0, 1), nn.Linear(8, 3)), Dropout(p=0.5), layers="0").predict(
-        torch.ones(2, 5, 8), consistent=True
-    ),
-)
-
-
-# --- saving
-
-
-case(
-    "the state of other sites",
-    lambda: handle().load_state_dict(inject(_model := ResNet(), DropBlock(p=0.1), layers="layer1.*").state_dict()),
-)
-case(
-    "the state of other sites, not strict",
-    lambda: handle().load_state_dict(
-        inject(_model := ResNet(), DropBlock(p=0.1), layers="layer1.*.bn1").state_dict(), strict=False
-    ),
-)
-
-
-@case("the states of other injections")
-def _() -> None:
-    (model, _), other = injected(), ResNet()
-    inject(other, Dropout(p=0.1), layers="fc")
-    hookdrop.find(model).load_state_dict(hookdrop.find(other).state_dict())
-
-
-case(
-    "the state of another rate",
-    lambda: handle().load_state_dict(injected(DropBlock(p=0.2, block_size=3))[1].state_dict()),
-)
-case(
-    "the state of another schedule",
-    lambda: handle(LinearSchedule(steps=100)).load_state_dict(handle(LinearSchedule(steps=50)).state_dict()),
-)
-case("the state_dict of the model", lambda: handle().load_state_dict(ResNet().state_dict()))
-case("a spec with an invalid value", lambda: InjectionSpec.from_dict({"regularizer": "Dropout(p=2)", "layers": "fc"}))
-case(
-    "a spec with an unknown setting", lambda: InjectionSpec.from_dict({"regularizer": "Dropout(p=0.1)", "layer": "fc"})
-)
-case("a schedule that counts epochs", lambda: LinearSchedule(epochs=5))
-
-
-@case("a schedule that is no dataclass")
-def _() -> None:
-    class Decay(hookdrop.schedules.Schedule):
-        speed: float = 1.0
-
-    Decay(speed=2.0)
-
-
-@case("a regularizer without its rate")
-def _() -> None:
-    class Shrink(hookdrop.Regularizer):
-        def __init__(self, amount: float = 0.1) -> None:
-            super().__init__()
-            self.amount = amount
-
-    Shrink()(IMAGES)
-
-
-@case("kernels that fail on a GPU")
-def _() -> None:
-    with mock.patch.object(triton_dropblock, "_draw", side_effect=RuntimeError("out of resource: shared memory")):
-        triton_dropblock._check(torch.device("cpu"))
-    triton_dropblock._works.clear()
-
-
-@case("a callback registered after the training")
-def _() -> None:
-    from hookdrop.integrations.transformers import InjectionCallback
-
-    trained = mock.MagicMock(is_in_train=False, state=mock.Mock(global_step=8))
-    InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers="fc")).register(trained)
-
-
-case(
-    "a spec of a class that is not allowed",
-    lambda: InjectionSpec.from_dict({"regularizer": "timm.layers.drop.DropPath(drop_prob=0.1)", "layers": "fc"}),
-)
-case("the spec of a schedule with a function", lambda: handle(LambdaSchedule(half)).spec.to_dict())
-case(
-    "the spec of an own regularizer that does not store an argument",
-    lambda: inject(_model := ResNet(), Jitter(every=2), layers="fc").spec.to_dict(),
-)
-case(
-    "the spec of a recipe that chooses other sites",
-    lambda: inject(
-        nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1)),
-        InjectionSpec("set_dropout(p=0.2)", layers=["0"]),
-        example_input=torch.ones(1),
-    ),
-)
-
-
-@case("a value that differs between injections")
-def _() -> None:
-    model, _ = injected()
-    inject(model, Dropout(p=0.1), layers="fc", schedule=LinearSchedule(steps=10)).step()
-    print(hookdrop.find(model).step_count)
-
-
-@case("sampling of dropout that the model has")
-def _() -> None:
-    drop = inject(nn.Sequential(nn.Dropout(0.1)), recipes.set_dropout(0.2), example_input=torch.ones(1))
-    drop.probe(torch.ones(1))
-
-
-# --- recipes
-
-case(
-    "dropblock_resnet of an MLP",
-    lambda: inject(mlp(), recipes.dropblock_resnet(p=0.1), example_input=torch.zeros(2, 8)),
-)
-
-
-@case("dropblock_resnet of a CNN with attention blocks")
-def _() -> None:
-    import timm
-
-    with torch.device("meta"):
-        model = timm.create_model("coatnet_nano_rw_224")
-    inject(model, recipes.dropblock_resnet())
-
-
-case(
-    "dropblock_resnet of a traced model",
-    lambda: inject(torch.fx.symbolic_trace(from_torchvision("resnet18")()), recipes.dropblock_resnet()),
-)
-case("dropblock_unet of a classifier", lambda: inject(from_torchvision("resnet18")(), recipes.dropblock_unet()))
-case(
-    "stochastic_depth of a model that has it",
-    lambda: inject(from_timm("test_vit", drop_path_rate=0.1)(), recipes.stochastic_depth()),
-)
-case(
-    "residual_dropout of a model that has dropout",
-    lambda: inject(nn.Sequential(Decoder()), recipes.residual_dropout(), example_input=torch.randn(2, 4, 8)),
-)
-
-
-@case("neftune of a model with the NEFTune of transformers")
-def _() -> None:
-    (model := LanguageModel()).embed_tokens.neftune_noise_alpha = 5
-    model.get_input_embeddings = lambda: model.embed_tokens
-    inject(model, recipes.neftune())
-
-
-case(
-    "patch_dropout of a model without patches in a sequence",
-    lambda: inject(
-        from_timm("swin_tiny_patch4_window7_224", depths=(1, 1))(),
-        recipes.patch_dropout(p=0.5),
-        example_input=torch.randn(1, 3, 224, 224),
-    ),
-)
-case(
-    "a recipe for a model without residual branches",
-    lambda: inject(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), recipes.stochastic_depth(), example_input=IMAGES),
-)
-
-
-@case("a recipe for branches that end with a function")
-def _() -> None:
-    class Branch(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + super().forward(x).relu()
-
-    inject(nn.Sequential(Branch(8, 8), Branch(8, 8)), recipes.stochastic_depth(), example_input=torch.randn(2, 8))
-
-
-case("a keyword that a recipe does not take", lambda: recipes.stochastic_depth(rate=0.1))
-case("set_dropout that reaches nothing", lambda: inject(ResNet(), recipes.set_dropout(p=0.1), example_input=IMAGES))
-case(
-    "set_dropout with a pattern that matches nothing",
-    lambda: inject(
-        nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)),
-        recipes.set_dropout(p={"drop": 0.2}),
-        example_input=torch.ones(2),
-    ),
-)
-case(
-    "set_dropout without an example input",
-    lambda: inject(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), recipes.set_dropout(p=0.2)),
-)
-
-
-@case("set_dropout of a model with a constant rate")
-def _() -> None:
-    class Head(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.dropout(x, 0.5, self.training)
-
-    inject(nn.Sequential(nn.Dropout(0.1), Head()), recipes.set_dropout(p=0.2), example_input=torch.ones(2))
-
-
-case(
-    "set_dropout with a schedule beyond 1",
-    lambda: inject(
-        nn.Sequential(nn.Dropout(0.1)),
-        recipes.set_dropout(p=0.6),
-        schedule=LinearSchedule(steps=10, end=2.0),
-        example_input=torch.ones(2),
-    ),
-)
-
-
-@case("a schedule of rates that changed again")
-def _() -> None:
-    model = nn.Sequential(nn.Dropout(0.1))
-    schedule = LinearSchedule(steps=10)
-    drop = inject(model, recipes.set_dropout(p=0.2), schedule=schedule, example_input=torch.ones(2))
-    model[0].p = 0.3
+    train(model, batch % 2, optimizer)
+# a forward without gradients during the training
+model, _ = injected()
+train(model, 1, torch.optim.SGD(model.parameters(), 0.1))
+with torch.no_grad():
+    model(IMAGES)
+# a schedule that advances once per epoch
+model, drop = injected(schedule=LinearSchedule(steps=1000))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    train(model, 10, optimizer)
     drop.step()
+# a schedule in epochs
+model, drop = injected(schedule=LinearSchedule(steps=1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+drop.follow(optimizer)
+train(model, 101, optimizer)
+# an activation checkpoint that does not restore the random state
+from torch.utils.checkpoint import checkpoint
+model, _ = injected(Dropout(p=0.5))
+x = torch.ones(2, 8, 16, 16, requires_grad=True)
+checkpoint(model.layer1, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
+# PyTorch's update_bn of a hooked average
+torch.optim.swa_utils.update_bn([IMAGES], torch.optim.swa_utils.AveragedModel(injected()[0]))
+# two ranks with the same seed
+import torch.distributed as dist
+(model, drop), store = injected(), dist.HashStore()
+for rank in range(2):  # two ranks in turn, with one store
+    dist.init_process_group("fake", rank=rank, world_size=2, store=store)
+    train(model, 1)
+    if rank:
+        drop.remove()
+    dist.destroy_process_group()
 
-
-@case("set_dropout removed after another change")
-def _() -> None:
-    model = nn.Sequential(nn.Dropout(0.1))
-    drop = inject(model, recipes.set_dropout(p=0.2), example_input=torch.ones(2))
-    model[0].p = 0.3
-    drop.remove()
-
-
-# --- observing
-
-case("grad_cam of a layer without maps", lambda: observe.grad_cam(ResNet(), IMAGES, "fc"))
-case("grad_cam of several layers", lambda: observe.grad_cam(ResNet(), IMAGES, "layer1.*"))
-
-
-@case("statistics of a layer that is never called")
-def _() -> None:
-    with observe.stats(model := ViT(), "unused"):
-        model(IMAGES)
-
-
-# --- checks of one's own classes
-
-case(
-    "a regularizer lacks a property",
-    lambda: dict(testing.regularizer_checks(DropPath(p=0.3, scale=False)))["mean_is_kept"](),
+## the handle
+# a handle whose model was deleted
+injected()[1].probe(IMAGES)
+# a handle that was removed
+_model, drop = injected()
+drop.remove()
+drop.step()
+# removing an injection twice by name
+model, _ = injected()
+hookdrop.find(model)["dropblock"].remove()
+hookdrop.find(model)["dropblock"].remove()
+# one target for rates of mixed units
+model = ResNet()
+inject(model, {"fc": Dropout(p=0.1), "conv1": GaussianNoise(std=0.1)}).target_p = 0.2
+# sampling at rate 0
+handle(LinearSchedule(steps=100)).sampling().__enter__()
+# one Monte Carlo sample
+handle().predict(IMAGES, samples=1)
+# predicting an empty loader
+handle().predict(iter([]))
+# predicting an array
+handle().predict(IMAGES.numpy())
+# predicting with a model that returns a dict
+inject((_model := output_dict()), Dropout(p=0.5), layers="fc").predict(torch.ones(2, 8))
+# the softmax of one class
+inject((_model := nn.Sequential(nn.Linear(8, 1))), Dropout(p=0.5), layers="0").predict(torch.ones(2, 8))
+# the softmax of probabilities
+inject((_model := nn.Sequential(nn.Linear(8, 3), nn.Softmax(-1))), Dropout(p=0.5), layers="0").predict(
+    torch.ones(2, 8)
 )
-case(
-    "a misspelled check",
-    lambda: testing.check_regularizer(Dropout(p=0.1), expected_failures={"mean_kept": "it does not rescale"}),
+# equal Monte Carlo samples
+inject((_model := output_dict()), Dropout(p=0.5), layers="unused").predict(
+    torch.ones(2, 8), output=lambda out: out["out"]
 )
-case(
-    "a check without an example of the shape",
-    lambda: testing.check_regularizer(DropBlock(p=0.1, block_size=(3, 3, 3, 3))),
+# predicting with hooks that only edit gradients
+inject((_model := mlp()), ClipActivationGrad(max_norm=1.0), layers="0").predict(torch.ones(2, 8))
+
+## saving
+# the state of other sites
+handle().load_state_dict(inject((_model := ResNet()), DropBlock(p=0.1), layers="layer1.*").state_dict())
+# the state of other sites, not strict
+handle().load_state_dict(
+    inject((_model := ResNet()), DropBlock(p=0.1), layers="layer1.*.bn1").state_dict(), strict=False
 )
-
-
-# --- the command line
-
-case(
-    "command line: a misspelled regularizer",
-    lambda: command("plan", "resnet18", "DropBlok(p=0.1)", "--layers", "layer1"),
+# the states of other injections
+(model, _), other = injected(), ResNet()
+inject(other, Dropout(p=0.1), layers="fc")
+hookdrop.find(model).load_state_dict(hookdrop.find(other).state_dict())
+# the state of another rate
+handle().load_state_dict(injected(DropBlock(p=0.2, block_size=3))[1].state_dict())
+# the state of another schedule
+handle(LinearSchedule(steps=100)).load_state_dict(handle(LinearSchedule(steps=50)).state_dict())
+# the state_dict of the model
+handle().load_state_dict(ResNet().state_dict())
+# a spec with an invalid value
+InjectionSpec.from_dict({"regularizer": "Dropout(p=2)", "layers": "fc"})
+# a spec with an unknown setting
+InjectionSpec.from_dict({"regularizer": "Dropout(p=0.1)", "layer": "fc"})
+# a schedule that counts epochs
+LinearSchedule(epochs=5)
+# a schedule that is no dataclass
+class Decay(hookdrop.schedules.Schedule):
+    speed: float = 1.0
+Decay(speed=2.0)
+# a regularizer without its rate
+class Shrink(hookdrop.Regularizer):
+    def __init__(self, amount: float = 0.1) -> None:
+        super().__init__()
+        self.amount = amount
+Shrink()(IMAGES)
+# kernels that fail on a GPU
+from unittest import mock
+from hookdrop.kernels import triton_dropblock
+with mock.patch.object(triton_dropblock, "_draw", side_effect=RuntimeError("out of resource: shared memory")):
+    triton_dropblock._check(torch.device("cpu"))
+triton_dropblock._works.clear()
+# a callback registered after the training
+from unittest import mock
+from hookdrop.integrations.transformers import InjectionCallback
+trained = mock.MagicMock(is_in_train=False, state=mock.Mock(global_step=8))
+InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers="fc")).register(trained)
+# a spec of a class that is not allowed
+InjectionSpec.from_dict({"regularizer": "timm.layers.drop.DropPath(drop_prob=0.1)", "layers": "fc"})
+# the spec of a schedule with a function
+handle(LambdaSchedule(half)).spec.to_dict()
+# the spec of an own regularizer that does not store an argument
+inject((_model := ResNet()), Jitter(every=2), layers="fc").spec.to_dict()
+# the spec of a recipe that chooses other sites
+inject(
+    nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1)),
+    InjectionSpec("set_dropout(p=0.2)", layers=["0"]),
+    example_input=torch.ones(1),
 )
-case("command line: a misspelled model", lambda: command("plan", "resnet5O", "Dropout(p=0.1)", "--layers", "layer1"))
-
-
-@case("command line: a package is not installed")
-def _() -> None:
-    with mock.patch.dict(sys.modules, {"timm": None}):
-        command("layers", "resnet18")
-
-
-case("command line: no layers", lambda: command("plan", "resnet18", "Dropout(p=0.1)"))
-case(
-    "command line: a recipe and --layers",
-    lambda: command("plan", "resnet18", "stochastic_depth(p=0.1)", "--layers", "layer1"),
+# a value that differs between injections
+model, _ = injected()
+inject(model, Dropout(p=0.1), layers="fc", schedule=LinearSchedule(steps=10)).step()
+print(hookdrop.find(model).step_count)
+# consistent samples of a regularizer that mixes samples
+inject(_model := ResNet(), MixStyle(p=0.5), layers="conv1").predict(IMAGES, consistent=True)
+# consistent samples where axis 0 is not the batch
+inject(_model := nn.Sequential(nn.Flatten(0, 1), nn.Linear(8, 3)), Dropout(p=0.5), layers="0").predict(
+    torch.ones(2, 5, 8), consistent=True
 )
-case(
-    "command line: an unreadable input size",
-    lambda: command("plan", "resnet18", "Dropout(p=0.1)", "--layers", "layer1", "--input-size", "big"),
+# consistent samples of dropout that the model has
+model = nn.Sequential(nn.Linear(8, 3), nn.Dropout(0.1))
+inject(model, recipes.set_dropout(0.2), example_input=torch.ones(2, 8)).predict(torch.ones(2, 8), consistent=True)
+# sampling of a module that does more than drop in training mode
+auxiliary = lambda m, x: (dropped(m, x), x.sigmoid()) if m.training else dropped(m, x)
+model = nn.Sequential(nn.Linear(8, 8), toy(auxiliary, rate=0.2))
+with inject(model, recipes.set_dropout(), example_input=torch.ones(2, 8)).sampling():
+    pass
+# sampling of a module that does not run in training mode
+model = nn.Sequential(OwnLoss(0.1))
+with warnings.catch_warnings(action="ignore"):  # the same reason
+    drop = inject(model, recipes.set_dropout(), example_input=torch.ones(2, 8))
+with drop.sampling():
+    pass
+# sampling of the copied handle of a model without an example
+model = nn.Sequential(nn.Linear(8, 8), toy(dropped, rate=0.2))
+drop = inject(model, recipes.set_dropout(), example_input=torch.ones(2, 8))
+import copy
+
+_twin, copied = copy.deepcopy((model, drop))
+with copied.sampling():
+    pass
+
+## recipes
+# dropblock_resnet of an MLP
+inject(mlp(), recipes.dropblock_resnet(p=0.1), example_input=torch.zeros(2, 8))
+# dropblock_resnet of a CNN with attention blocks
+import timm
+with torch.device("meta"):
+    model = timm.create_model("coatnet_nano_rw_224")
+inject(model, recipes.dropblock_resnet())
+# dropblock_resnet of a traced model
+inject(torch.fx.symbolic_trace(from_torchvision("resnet18")()), recipes.dropblock_resnet())
+# dropblock_unet of a classifier
+inject(from_torchvision("resnet18")(), recipes.dropblock_unet())
+# stochastic_depth of a model that has it
+inject(from_timm("test_vit", drop_path_rate=0.1)(), recipes.stochastic_depth())
+# residual_dropout of a model that has dropout
+inject(nn.Sequential(decoder()), recipes.residual_dropout(), example_input=torch.randn(2, 4, 8))
+# neftune of a model with the NEFTune of transformers
+(model := language_model()).embed_tokens.neftune_noise_alpha = 5
+model.get_input_embeddings = lambda: model.embed_tokens
+inject(model, recipes.neftune())
+# patch_dropout of a model without patches in a sequence
+inject(
+    from_timm("swin_tiny_patch4_window7_224", depths=(1, 1))(),
+    recipes.patch_dropout(p=0.5),
+    example_input=torch.randn(1, 3, 224, 224),
 )
+# a recipe for a model without residual branches
+inject(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), recipes.stochastic_depth(), example_input=IMAGES)
+# a recipe for branches that end with a function
+class Branch(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x).relu()
+inject(nn.Sequential(Branch(8, 8), Branch(8, 8)), recipes.stochastic_depth(), example_input=torch.randn(2, 8))
+# a keyword that a recipe does not take
+recipes.stochastic_depth(rate=0.1)
+# set_dropout that reaches nothing
+inject(ResNet(), recipes.set_dropout(p=0.1), example_input=IMAGES)
+# set_dropout with a pattern that matches nothing
+inject(
+    nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)),
+    recipes.set_dropout(p={"drop": 0.2}), example_input=torch.ones(2)
+)
+# set_dropout without an example input
+inject(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), recipes.set_dropout(p=0.2))
+# set_dropout of a model with a constant rate
+class Head(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5, self.training)
+inject(nn.Sequential(nn.Dropout(0.1), Head()), recipes.set_dropout(p=0.2), example_input=torch.ones(2))
+# set_dropout with a schedule beyond 1
+inject(
+    nn.Sequential(nn.Dropout(0.1)),
+    recipes.set_dropout(p=0.6),
+    schedule=LinearSchedule(steps=10, end=2.0),
+    example_input=torch.ones(2),
+)
+# a schedule of rates that changed again
+model = nn.Sequential(nn.Dropout(0.1))
+schedule = LinearSchedule(steps=10)
+drop = inject(model, recipes.set_dropout(p=0.2), schedule=schedule, example_input=torch.ones(2))
+model[0].p = 0.3
+drop.step()
+# set_dropout removed after another change
+model = nn.Sequential(nn.Dropout(0.1))
+drop = inject(model, recipes.set_dropout(p=0.2), example_input=torch.ones(2))
+model[0].p = 0.3
+drop.remove()
+
+## observing
+# grad_cam of a layer without maps
+observe.grad_cam(ResNet(), IMAGES, "fc")
+# grad_cam of several layers
+observe.grad_cam(ResNet(), IMAGES, "layer1.*")
+# statistics of a layer that is never called
+with observe.stats(model := ViT(), "unused"):
+    model(IMAGES)
+
+## checks of one's own classes
+# a regularizer lacks a property
+dict(testing.regularizer_checks(DropPath(p=0.3, scale=False)))["mean_is_kept"]()
+# a misspelled check
+testing.check_regularizer(Dropout(p=0.1), expected_failures={"mean_kept": "it does not rescale"})
+# a check without an example of the shape
+testing.check_regularizer(DropBlock(p=0.1, block_size=(3, 3, 3, 3)))
+
+## the command line
+# command line: a misspelled regularizer
+command("plan", "resnet18", "DropBlok(p=0.1)", "--layers", "layer1")
+# command line: a misspelled model
+command("plan", "resnet5O", "Dropout(p=0.1)", "--layers", "layer1")
+# command line: a package is not installed
+import sys
+from unittest import mock
+with mock.patch.dict(sys.modules, {"timm": None}):
+    command("layers", "resnet18")
+# command line: no layers
+command("plan", "resnet18", "Dropout(p=0.1)")
+# command line: a recipe and --layers
+command("plan", "resnet18", "stochastic_depth(p=0.1)", "--layers", "layer1")
+# command line: an unreadable input size
+command("plan", "resnet18", "Dropout(p=0.1)", "--layers", "layer1", "--input-size", "big")
+"""
+"""The code of each case, after its title."""
 
 
-# --- printing
+def run_code(code: str) -> None:
+    """Run the code as the body of a function, with hookdrop's public names."""
+    names = {name: getattr(hookdrop, name) for name in hookdrop.__all__} | globals()
+    exec(f"def body() -> None:\n{textwrap.indent(code, '    ')}\n\nbody()", names)
 
 
-def provoke(function: Callable[[], Any]) -> list[str]:
+_CASES = re.findall(r"^# (.+)\n((?:(?!#).*\n)+)", CODE, re.M)
+CASES: list[tuple[str, partial[None]]] = [(title, partial(run_code, code.strip())) for title, code in _CASES]
+"""(title, function that raises an error or warns)."""
+
+
+def code_of(function: partial[None]) -> str:
+    """The code of a case."""
+    return str(function.args[0])
+
+
+def provoke(function: partial[None]) -> list[str]:
     """The error and the warnings of one case."""
     torch.manual_seed(0)
     gc.collect()
@@ -1006,17 +756,6 @@ def provoke(function: Callable[[], Any]) -> list[str]:
     return texts + [f"{type(error).__name__}: {error}" for error in errors]
 
 
-def code_of(function: Callable[[], Any]) -> str:
-    """The body of a case."""
-    line, source = function.__code__.co_firstlineno, Path(__file__).read_text()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Lambda) and node.lineno == line:
-            return textwrap.dedent(ast.get_source_segment(source, node.body))
-        if isinstance(node, ast.FunctionDef) and node.decorator_list and node.decorator_list[0].lineno == line:
-            return textwrap.dedent("\n".join(source.splitlines()[node.lineno : node.end_lineno]))
-    raise AssertionError(f"no case begins at line {line}")
-
-
 @functools.cache
 def messages() -> dict[str, list[str]]:
     """The errors and warnings of each case, by its title."""
@@ -1028,12 +767,7 @@ def messages() -> dict[str, list[str]]:
         gc.unfreeze()
 
 
-def print_catalog() -> None:
-    """Print every case: number, title, code, messages."""
+if __name__ == "__main__":
     for number, (title, function) in enumerate(CASES, start=1):
         print(f"{number}. {title}\n{textwrap.indent(code_of(function), '    >>> ')}")
         print(textwrap.indent("\n".join(messages()[title]), "    ") + "\n")
-
-
-if __name__ == "__main__":
-    print_catalog()

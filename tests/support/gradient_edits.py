@@ -8,20 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hookdrop import (
-    ClampActivationGrad,
-    ClipActivationGrad,
-    Regularizer,
-    ScaleActivationGrad,
-)
+from hookdrop import ClampActivationGrad, ClipActivationGrad, Regularizer, ScaleActivationGrad
 
 G = torch.tensor([[3.0, 4.0, 0.0], [0.3, -0.4, 0.0], [0.0, 0.0, 0.0]])
 """A gradient whose samples have norms 5, .5 and 0."""
 
 
 SAMPLE_NORMS = G.norm(dim=1, keepdim=True)
-
-
 CASES: dict[str, tuple[Regularizer, Tensor]] = {
     "norm": (ClipActivationGrad(max_norm=1.0), G / G.norm()),
     "norm below the limit": (ClipActivationGrad(max_norm=6.0), G),

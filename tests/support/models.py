@@ -39,6 +39,14 @@ class Small(nn.Module):
         return self.fc(self.layer2(self.layer1(self.conv1(x))).mean((2, 3)))
 
 
+def toy(forward: Callable[..., Any], **attributes: Any) -> nn.Module:
+    """A module whose forward is a function of the module and its arguments."""
+    model = type("Toy", (nn.Module,), {"forward": forward})()
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
 ROWS = torch.ones(5000, 8)
 """An input of `pair`."""
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from hookdrop import (
     DSU,
+    ActivationPenalty,
     ClampActivationGrad,
     ClipActivationGrad,
     Cutout,
@@ -24,15 +25,20 @@ from hookdrop import (
     LayerDrop,
     LockedDropout,
     Masksembles,
+    Mixout,
     MixStyle,
     NEFTune,
     NoiseActivationGrad,
+    Penalty,
     Regularizer,
     ScaleActivationGrad,
     ShakeDrop,
     TokenDropout,
 )
 from hookdrop.regularizers import REGULARIZERS
+
+ZEROS = ("layer_input", "start")
+"""What a regularizer may need that is another tensor of the same shape."""
 
 
 class Affine(nn.Module):
@@ -45,6 +51,20 @@ class Affine(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.weight + self.bias
+
+
+class Softmax(nn.Module):
+    """Takes its input for scores of attention. The result may be changed in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.softmax(-1) * 1.0
+
+
+class Attention(Affine):
+    """Takes its result for scores of attention."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -62,14 +82,25 @@ class Case:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the regularizer without a hook."""
-        if isinstance(self.regularizer, LayerDrop):
-            return self.regularizer(x, layer_input=torch.zeros_like(x))
-        return self.regularizer(x)
+        if isinstance(self.regularizer, Penalty):  # no plain layer
+            return self.regularizer.regularize(x, 1.0)
+        context = {name: torch.zeros_like(x) for name in getattr(self.regularizer, "needs", ()) if name in ZEROS}
+        return self.regularizer(x, **context)
 
     @property
     def in_backward(self) -> bool:
         """Whether it edits only gradients, so that its output equals its input."""
         return getattr(self.regularizer, "in_backward", False)
+
+    @property
+    def acts_on_scores(self) -> bool:
+        """Whether it has an effect only inside a layer that computes attention."""
+        return getattr(self.regularizer, "only_at", None) == "scores"
+
+    @property
+    def layer(self) -> nn.Module:
+        """A layer without weights to hook."""
+        return Softmax() if self.acts_on_scores else nn.Identity()
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -96,8 +127,8 @@ class Case:
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Sequential:
         """A model without hooks. The tests hook "0" and "2"."""
-        inner = self.shape[1:]
-        return nn.Sequential(Affine(inner, dtype), nn.Tanh(), Affine(inner, dtype), nn.Sigmoid())
+        inner, layer = self.shape[1:], Attention if self.acts_on_scores else Affine
+        return nn.Sequential(layer(inner, dtype), nn.Tanh(), layer(inner, dtype), nn.Sigmoid())
 
 
 SITES = ["0", "2"]
@@ -119,6 +150,7 @@ _CASES = {
     "NEFTune": Case(NEFTune(3.0), (4, 6, 8)),
     "TokenDropout": Case(TokenDropout(0.3), (4, 6, 8)),
     "LockedDropout": Case(LockedDropout(0.3), (4, 6, 8)),
+    "Mixout": Case(Mixout(0.5)),
     "MixStyle": Case(MixStyle(0.9), derives=False, mixes=True),
     "DSU": Case(DSU(0.9), mixes=True),
     "ShakeDrop": Case(ShakeDrop(0.9), derives=False),
@@ -129,6 +161,7 @@ _CASES = {
     "ClampActivationGrad": Case(ClampActivationGrad(max=0.1), derives=False),
     "ScaleActivationGrad": Case(ScaleActivationGrad(-0.5), derives=False),
     "NoiseActivationGrad": Case(NoiseActivationGrad(0.3), derives=False),
+    "ActivationPenalty": Case(ActivationPenalty(), (4, 6, 8), derives=False, draws=False),
     "torch.nn.Dropout2d": Case(nn.Dropout2d(0.3)),
 }
 _OTHERS = {name: cls for name, cls in REGULARIZERS.items() if name not in _CASES and cls is not DropBlock}
@@ -136,27 +169,28 @@ EVERY = {name: Case(cls(0.3)) for name, cls in _OTHERS.items()} | _CASES
 OWN = {name: case for name, case in EVERY.items() if isinstance(case.regularizer, Regularizer)}
 """The cases of hookdrop's regularizers."""
 
+ACTIVATIONS = {name: case for name, case in EVERY.items() if "parameters" not in case.places}
+"""The cases that can be hooked at the output or the input of a layer without parameters, such as `nn.Identity`."""
+
 FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
 """The cases that change the forward output."""
 
-DRAWING = {name: case for name, case in FORWARD.items() if case.draws}
-"""The forward cases that draw random numbers."""
 
 SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not case.mixes}
 """The forward cases that have an effect on a batch of one."""
 
-DERIVING = {name: case for name, case in EVERY.items() if case.derives}
-"""The cases whose gradient is the derivative of the output."""
+DERIVING = {name: case for name, case in ACTIVATIONS.items() if case.derives}
+"""The cases of activations whose gradient is the derivative of the output."""
 
 REPRESENTATIVE = {name: EVERY[name] for name in ("Dropout", "DropBlock (sparse)", "DropPath", "LayerDrop", "ShakeDrop")}
 """One for each way to draw and to apply, for tests of what `hookdrop.testing` checks for all."""
 
-WITH_A_RATE = {name: case for name, case in EVERY.items() if case.has_rate}
 
 _OWN_GRADIENT = "parts of it are constants for the gradient"
 LACKS: dict[str, dict[str, str]] = {
     "AlphaDropout": {"mean_is_kept": "only a mean of 0"},
     "FeatureAlphaDropout": {"mean_is_kept": "only a mean of 0"},
+    "DropKey": {"mean_is_kept": "the softmax rescales"},
     "DropPath (unscaled)": {"mean_is_kept": "scale=False"},
     "HeadDropout": {"p_means_p": "one head is always kept"},
     "DropPath (subset)": {"p_means_p": "the number of samples that it keeps is fixed, and at least 1"},

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import subprocess
-import sys
 
 import pytest
 
 import hookdrop
+from tests.support.programs import run_code
 
 
 @pytest.mark.parametrize("name", ["plan", "inject"])
@@ -40,13 +39,7 @@ def test_packages_that_are_imported_on_first_use_are_listed_before() -> None:
     """For the completion of names in a notebook."""
     loaded = "{'hookdrop.observe', 'hookdrop.recipes.branches'} & set(sys.modules)"
     listed = "{'observe', 'recipes'} <= set(dir(hookdrop)) and 'neftune' in dir(hookdrop.recipes)"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys, hookdrop; print({loaded}, {listed})"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["set()", "True"]
+    assert run_code(f"import sys, hookdrop; print({loaded}, {listed})").split() == ["set()", "True"]
 
 
 def test_a_name_that_does_not_exist() -> None:

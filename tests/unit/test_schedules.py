@@ -39,13 +39,11 @@ class TensorSchedule(Schedule):
 
 
 def test_schedule_that_is_not_a_dataclass_and_returns_tensors() -> None:
-    drop = inject(model := pair(), Dropout(0.5), layers="*.0", schedule=TensorSchedule())
+    drop = inject(_model := pair(), Dropout(0.5), layers="*.0", schedule=TensorSchedule())
     drop.step()
     assert "TensorSchedule()" in repr(drop)
-    assert drop.metrics()["hookdrop/dropout/p"] == 0.25
-    assert type(drop.p) is float
+    assert (drop.metrics()["hookdrop/dropout/p"], type(drop.p)) == (0.25, float)
     assert "TensorSchedule()" in str(drop.state_dict())
-    assert model is not None
 
 
 ALL = [
@@ -122,41 +120,26 @@ def test_peak_is_the_largest_multiplier(schedule: Schedule) -> None:
         assert max(schedule.simulate(1000)) == pytest.approx(schedule.peak, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "says"),
-    [
-        (lambda: LinearSchedule(0), ValueError, "steps must be at least 1, got 0"),
-        (lambda: LinearSchedule(1e4), ValueError, "write steps=10000"),
-        (lambda: LinearSchedule(True), TypeError, "must be an integer"),
-        (lambda: LinearSchedule("10"), TypeError, "must be an integer"),
-        (lambda: LinearSchedule(10, start=-0.1), ValueError, "start must lie in .0, inf"),
-        (lambda: LinearSchedule(10, end=float("nan")), ValueError, "end must be finite"),
-        (lambda: LinearSchedule(10, delay=-1), ValueError, "delay must be at least 0"),
-        (lambda: CosineSchedule(-5), ValueError, "CosineSchedule: steps"),
-        (lambda: ExponentialSchedule(10, speed=0), ValueError, "speed must be above 0"),
-        (lambda: EarlySchedule(0), ValueError, "cutoff must be at least 1"),
-        (lambda: LateSchedule(1.5), ValueError, "cutoff must be an integer"),
-        (lambda: ConstantSchedule(-1), ValueError, "value must lie in"),
-        (lambda: ChainedSchedule([], []), TypeError, "must be hookdrop schedules"),
-        (lambda: ChainedSchedule([LinearSchedule(3), abs], [3]), TypeError, "must be hookdrop schedules"),
-        (lambda: ChainedSchedule([LinearSchedule(3)], [3]), ValueError, "1 schedules need 0"),
-        (lambda: ChainedSchedule([LinearSchedule(3)] * 3, [5, 5]), ValueError, "increasing milestones"),
-        (lambda: LambdaSchedule(0.5), TypeError, "must be a function"),
-        (lambda: LambdaSchedule(lambda s: -1)(3), ValueError, r"fn\(3\) must lie in .0, inf\), got -1"),
-        (lambda: LambdaSchedule(lambda s: "x")(3), TypeError, r"fn\(3\) must be a number"),
-        (lambda: LinearSchedule(3).simulate(-1), ValueError, "n must be at least 0"),
-        (lambda: LinearSchedule(steps=0.0), ValueError, r"a float in \(0, 1\]; got 0.0"),
-        (lambda: LinearSchedule(steps=1.5), ValueError, r"got 1.5"),
-        (lambda: LinearSchedule(steps=1.0, delay=0.1), ValueError, "would end after the training: delay .* 1.1(?s:.)*write steps=0.9"),
-        (lambda: LinearSchedule(steps=3, delay=-0.1), ValueError, r"a float in \[0, 1\]; got -0.1"),
-        (lambda: EarlySchedule(cutoff=float("nan")), ValueError, "got nan"),
-        (lambda: ChainedSchedule([ConstantSchedule()] * 3, [0.5, 0.2]), ValueError, "increasing milestones"),
-        (lambda: ChainedSchedule([ConstantSchedule()] * 3, [0.5, 7]), ValueError, r"all integers or all fractions, got \[0.5, 7\]"),
-    ],
-)  # fmt: skip
-def test_invalid_settings_raise(make: object, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        make()
+INVALID = """
+LinearSchedule(0); LinearSchedule(1e4); LinearSchedule(10, start=-0.1); LinearSchedule(10, end=float("nan"))
+LinearSchedule(10, delay=-1); CosineSchedule(-5); ExponentialSchedule(10, speed=0); EarlySchedule(0); LateSchedule(1.5)
+ConstantSchedule(-1); ChainedSchedule([LinearSchedule(3)], [3]); ChainedSchedule([LinearSchedule(3)] * 3, [5, 5])
+LambdaSchedule(lambda s: -1)(3); LinearSchedule(3).simulate(-1); LinearSchedule(steps=0.0); LinearSchedule(steps=1.5)
+LinearSchedule(steps=1.0, delay=0.1); LinearSchedule(steps=3, delay=-0.1); EarlySchedule(cutoff=float("nan"))
+ChainedSchedule([ConstantSchedule()] * 3, [0.5, 0.2]); ChainedSchedule([ConstantSchedule()] * 3, [0.5, 7])
+ChainedSchedule([ConstantSchedule()] * 3, [0.50, 0.51]).resolve(4)
+"""
+OF_ANOTHER_TYPE = """
+LinearSchedule(True); LinearSchedule("10"); ChainedSchedule([], []); ChainedSchedule([LinearSchedule(3), abs], [3])
+LambdaSchedule(0.5); LambdaSchedule(lambda s: "x")(3)
+"""
+
+
+@pytest.mark.parametrize(("calls", "error"), [(INVALID, ValueError), (OF_ANOTHER_TYPE, TypeError)])
+def test_invalid_settings_raise(calls: str, error: type[Exception]) -> None:
+    for call in calls.strip().replace("\n", "; ").split("; "):
+        with pytest.raises(error):
+            eval(call)
 
 
 @dataclass(frozen=True, repr=False)
@@ -221,22 +204,12 @@ class TestFractions:
 
     @pytest.mark.parametrize("text", FRACTIONS)
     def test_fractions_resolve_to_steps(self, text: str) -> None:
-        schedule = eval(text)
-        assert schedule.is_relative
-        assert schedule.resolve(200) == FRACTIONS[text]
-        assert schedule.simulate(210, total_steps=200) == FRACTIONS[text].simulate(210)
-
-    @pytest.mark.parametrize("text", FRACTIONS)
-    def test_a_schedule_in_steps_does_not_depend_on_the_total(self, text: str) -> None:
-        schedule = FRACTIONS[text]
-        assert not schedule.is_relative
-        assert schedule.resolve(7) == schedule
-
-    @pytest.mark.parametrize("text", FRACTIONS)
-    def test_a_fraction_without_a_total_raises_with_the_fix(self, text: str) -> None:
-        schedule = eval(text)
+        schedule, in_steps = eval(text), FRACTIONS[text]
+        assert (schedule.is_relative, in_steps.is_relative) == (True, False)
+        assert schedule.resolve(200) == in_steps.resolve(7) == in_steps
+        assert schedule.simulate(210, total_steps=200) == in_steps.simulate(210)
         for use in (lambda: schedule(3), lambda: schedule.simulate(3)):
-            with pytest.raises(InjectionError, match=r"relative to the length of the training(?s:.)*total_steps="):
+            with pytest.raises(InjectionError, match="total_steps="):
                 use()
 
     @given(st.floats(0, 1), st.integers(1, 10**6))
@@ -251,11 +224,6 @@ class TestFractions:
     def test_at_least_one_step_remains(self, fraction: float, total: int) -> None:
         assert LinearSchedule(steps=fraction).resolve(total).settles_at >= 1
         assert EarlySchedule(cutoff=fraction).resolve(total)(0) == 1.0
-
-    def test_milestones_that_coincide_in_a_short_training_raise(self) -> None:
-        schedule = ChainedSchedule([ConstantSchedule()] * 3, [0.50, 0.51])
-        with pytest.raises(ValueError, match=r"increasing milestones.* got \[2, 2\]"):
-            schedule.resolve(4)
 
 
 class TestTotalSteps:
@@ -275,7 +243,6 @@ class TestTotalSteps:
 
     @pytest.mark.parametrize("total", [0, -1, 2.5, "10", float("inf")])
     def test_an_invalid_total_raises(self, total: object) -> None:
+        schedule = LinearSchedule(steps=0.5)
         with pytest.raises((TypeError, ValueError), match="total_steps must be"):
-            inject(
-                nn.Linear(2, 2), Dropout(0.2), layers=nn.Linear, schedule=LinearSchedule(steps=0.5), total_steps=total
-            )
+            inject(nn.Linear(2, 2), Dropout(0.2), layers=nn.Linear, schedule=schedule, total_steps=total)

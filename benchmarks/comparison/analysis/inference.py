@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,15 +16,13 @@ from scipy.stats import nct, permutation_test
 from scipy.stats import t as student
 
 from comparison.analysis.intervals import IMAGE_RESAMPLES, over_both, over_seeds, resamples, standard_error
-from comparison.analysis.schema import METRICS, Difference, Metric
+from comparison.analysis.schema import METRICS, UNCLEAR, Difference, Metric
 from comparison.run.metrics import BINS, bin_of
 from comparison.run.record import Record
 
-LEVEL = 0.05
-POWER = 0.8
-EXACT_PAIRS = 20
-"""Maximum number of pairs for the exact test with all sign flips; with more, `RANDOM_FLIPS` random ones are used."""
-RANDOM_FLIPS = 100_000
+LEVEL, POWER = 0.05, 0.8
+EXACT_PAIRS, RANDOM_FLIPS = 20, 100_000
+"""Maximum number of pairs for the exact test with all sign flips, and the number of random ones with more pairs."""
 
 
 @dataclass(frozen=True)
@@ -31,28 +30,20 @@ class RunMetric:
     """The value of a metric for one run."""
 
     value: float
-    resampled_B: NDArray[np.float64] = field(repr=False)
-    """Values on bootstrap samples of the test images, which are the same for all runs."""
+    resampled_B: NDArray[np.float64] = field(repr=False)  # on bootstrap samples of the images, the same for all runs
 
 
 def run_metrics(record: Record) -> dict[Metric, RunMetric]:
     """All metrics of a finished run."""
-    if record.outcome is None:
-        raise ValueError(f"run {record.key} has no outcome.")
-    counts_BN = resamples(len(record.images["correct"]), IMAGE_RESAMPLES, 1)
-    again = resampled(record.images, counts_BN)
+    assert record.outcome is not None
+    again = resampled(record.images, resamples(len(record.images["correct"]), IMAGE_RESAMPLES, 1))
     return {metric: RunMetric(record.outcome[metric], again[metric]) for metric in METRICS}
 
 
 def resampled(
     images: Mapping[str, NDArray[np.generic]], counts_BN: NDArray[np.uint8]
 ) -> dict[Metric, NDArray[np.float64]]:
-    """Compute each metric on B bootstrap samples of the images.
-
-    Args:
-        images: As in `Scores`.
-        counts_BN: The count of each image in each bootstrap sample, of shape (B, N).
-    """
+    """Compute each metric on B bootstrap samples, given the count of each image in each sample, of shape (B, N)."""
     confidence_N, correct_N = (images[name].astype(np.float64) for name in ("confidence", "correct"))
     size = len(correct_N)
     gaps_NM = np.zeros((size, BINS))
@@ -64,11 +55,7 @@ def resampled(
 
 
 def difference(a: Mapping[int, RunMetric], b: Mapping[int, RunMetric]) -> Difference:
-    """The paired difference `a - b` over the common seeds, before Holm's correction.
-
-    Raises:
-        ValueError: There are no common seeds.
-    """
+    """The paired difference `a - b` over the common seeds, before Holm's correction."""
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
         raise ValueError(f"no common seeds: {sorted(a)} and {sorted(b)}. Nothing was compared.")
@@ -76,6 +63,8 @@ def difference(a: Mapping[int, RunMetric], b: Mapping[int, RunMetric]) -> Differ
     low, high = over_seeds(values)
     images = over_both(values, np.stack([a[seed].resampled_B - b[seed].resampled_B for seed in seeds]))
     p, mde = permutation_p(values), minimum_detectable(values)
+    # Without spread, the interval is a point that excludes 0 for any number of pairs; the exact test accounts for it.
+    certain = len(values) > 1 and (low < high or p <= LEVEL)
     return Difference(
         seeds=seeds,
         values=values,
@@ -89,7 +78,7 @@ def difference(a: Mapping[int, RunMetric], b: Mapping[int, RunMetric]) -> Differ
         p_smallest=smallest_p(len(seeds)),
         mde=mde,
         seeds_for_half=None if mde is None else pairs_for_half(len(seeds)),
-        verdict=_verdict(values, low, high, p),
+        verdict="above" if certain and low > 0 else "below" if certain and high < 0 else UNCLEAR,
     )
 
 
@@ -152,12 +141,9 @@ def minimum_detectable(values: ArrayLike) -> float | None:
 
 def pairs_for_half(pairs: int) -> int:
     """The number of pairs that halves `minimum_detectable` at the same spread, given `pairs` (at least 2)."""
-    target = detectable(pairs) / 2
-    low, high = pairs, 8 * pairs
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if detectable(middle) <= target else (middle, high)
-    return high
+    return pairs + bisect_left(
+        range(pairs, 8 * pairs), True, key=lambda count: detectable(count) <= detectable(pairs) / 2
+    )
 
 
 def detectable(pairs: int) -> float:
@@ -174,13 +160,3 @@ def _noncentrality(pairs: int) -> float:
     """
     critical = student.ppf(1 - LEVEL / 2, pairs - 1)
     return float(brentq(lambda shift: nct.sf(critical, pairs - 1, shift) - POWER, 1.0, 100.0))
-
-
-def _verdict(
-    values: Sequence[float], low: float, high: float, p: float
-) -> Literal["above", "below", "cannot be distinguished"]:
-    # Without spread, the interval is a point that excludes 0 for any number of pairs; the exact test accounts for it.
-    certain = low < high or p <= LEVEL
-    if len(values) > 1 and certain and low > 0:
-        return "above"
-    return "below" if len(values) > 1 and certain and high < 0 else "cannot be distinguished"

@@ -31,14 +31,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import t as student
 
-RESAMPLES = 10_000
-IMAGE_RESAMPLES = 2_000
-TAIL = 0.025
-WIDEST = 5.0
-"""Maximum ratio of a bootstrap-t limit to the t interval's limit."""
+RESAMPLES, IMAGE_RESAMPLES, TAIL = 10_000, 2_000, 0.025
+WIDEST = 5.0  # maximum ratio of a bootstrap-t limit to the t interval's limit
+ROUNDING = 1e-9  # relative tolerance below which two differences count as equal
 Interval = tuple[float, float]
-# Relative tolerance below which two differences count as equal.
-ROUNDING = 1e-9
 
 
 def over_seeds(values: ArrayLike) -> Interval:

@@ -10,10 +10,11 @@ from comparison.spec.tuning import Tuning
 
 Metric = Literal["accuracy", "nll", "ece"]
 METRICS: tuple[Metric, ...] = ("accuracy", "nll", "ece")
-TITLES = {"accuracy": "Accuracy, %", "nll": "NLL, nats", "ece": "ECE, %"}
-BETTER: dict[Metric, int] = {"accuracy": 1, "nll": -1, "ece": -1}
-"""1 if higher is better, -1 if lower is."""
-DECIMALS = {"accuracy": 2, "nll": 3, "ece": 2}
+SHORT: dict[Metric, str] = {"accuracy": "Accuracy", "nll": "NLL", "ece": "ECE"}
+TITLES: dict[Metric, str] = {"accuracy": "Accuracy, %", "nll": "NLL, nats", "ece": "ECE, %"}
+BETTER: dict[Metric, int] = {"accuracy": 1, "nll": -1, "ece": -1}  # 1 if higher is better, -1 if lower is
+DECIMALS: dict[Metric, int] = {"accuracy": 2, "nll": 3, "ece": 2}
+UNCLEAR: Literal["cannot be distinguished"] = "cannot be distinguished"
 
 
 def without_commas(name: str) -> str:
@@ -35,31 +36,29 @@ class Part(BaseModel):
 class Difference(Part):
     """Paired differences `a - b` in one metric."""
 
-    seeds: list[int]
-    """Seeds of the complete pairs."""
+    seeds: list[int]  # of the complete pairs
     values: list[float]
     mean: float
-    low: float
+    low: float  # bootstrap 95 % interval over seeds; for a single pair, both limits are its difference
     high: float
-    """Bootstrap 95 % interval over seeds; for a single pair, both limits are its difference."""
-    low_images: float
+    low_images: float  # the interval over seeds and test images
     high_images: float
-    """The interval over seeds and test images."""
-    p: float
-    """Two-sided p of the exact permutation test (sign flips)."""
-    p_holm: float
-    """p after Holm's correction over all differences from none, or between regularizers, in this metric and cell."""
-    p_smallest: float
-    """The smallest possible p for this number of pairs."""
+    p: float  # two-sided, of the exact permutation test (sign flips)
+    p_holm: float  # with Holm's correction over all differences from none, or between regularizers, in this metric
+    p_smallest: float  # possible for this number of pairs
     mde: float | None
-    """Minimum detectable effect: detected with 80 % power at 5 %, two-sided, at the observed spread.
+    """Minimum detectable effect: detected with 80 % power at 5 %, two-sided, at the observed spread; None without."""
+    seeds_for_half: int | None  # the number of pairs that would halve `mde`
+    verdict: Literal["above", "below", "cannot be distinguished"]  # from the interval over seeds
 
-    None for a single pair, or if all differences are equal.
-    """
-    seeds_for_half: int | None
-    """Number of pairs that would halve `mde`."""
-    verdict: Literal["above", "below", "cannot be distinguished"]
-    """From the interval over seeds; whether above is better depends on the metric."""
+    @property
+    def clear(self) -> bool:
+        """Whether the verdict distinguishes `a` from `b`."""
+        return self.verdict != UNCLEAR
+
+    def better(self, metric: Metric) -> bool:
+        """Whether `a` is better, if the verdict is clear."""
+        return (self.verdict == "above") == (BETTER[metric] > 0)
 
 
 class Band(Part):
@@ -72,12 +71,10 @@ class Band(Part):
 
 
 class Bin(Part):
-    """A calibration bin over all seeds."""
+    """A calibration bin over all seeds: mean confidence, and fraction of correct predictions."""
 
     confidence: float
-    """Mean confidence."""
     accuracy: float
-    """Fraction of correct predictions."""
     count: int
 
 
@@ -103,44 +100,37 @@ class ArmSummary(Part):
     name: Name
     kind: Literal["none", "regularizer", "recipe", "peer", "control", "reference"]
     """A reference, such as a linear probe, is not a regularizer: Holm's correction does not include it."""
-    call: str
-    """The call with its rate."""
+    call: str  # with its rate
     layers: list[str]
     sites: int
-    flags: list[str]
-    """hookdrop's warnings, such as a block that covers its whole map."""
-    command: str
-    """A shell command that reproduces this row."""
+    flags: list[str]  # hookdrop's warnings, such as a block that covers its whole map
+    command: str  # a shell command that reproduces this row
     runs: int
-    asked: float | None
-    """Mean requested rate in the measured forwards; None if nothing is dropped."""
+    asked: float | None  # mean requested rate in the measured forwards; None if nothing is dropped
     dropped: float | None
-    dropped_half: float | None
-    """Half-width of the 95 % t interval of `dropped` over the seeds."""
+    dropped_half: float | None  # half-width of the 95 % t interval of `dropped` over the seeds
     rate_at_end: float | None
-    ramp_end: int | None
-    """The first optimizer step with the rate within 1e-9 of its target; None if never."""
+    ramp_end: int | None  # the first optimizer step with the rate within 1e-9 of its target; None if never
     realised: list[Site]
-    values: dict[Metric, list[float]]
-    """One value per finished seed, in the order of `seeds`."""
+    values: dict[Metric, list[float]]  # one value per finished seed, in the order of `seeds`
     seeds: list[int]
     means: dict[Metric, float]
     against_none: dict[Metric, Difference] | None
-    set_aside: dict[int, str]
-    """Seeds without a complete pair, and the reasons."""
+    set_aside: dict[int, str]  # seeds without a complete pair, and the reasons
     train_loss: Band
     validation_accuracy: Band
     validation_nll: Band
-    rate: Band
-    """Over optimizer steps."""
+    rate: Band  # over optimizer steps
     calibration: list[Bin]
     tuning: Tuning | None
-    like: Name = ""
-    """The arm whose tuned settings it uses, if any."""
-    time: Spread | None
-    """Time of a training step at the final rate, relative to none."""
-    memory: Spread | None
-    """Peak memory of a training step, relative to none."""
+    like: Name = ""  # the arm whose tuned settings it uses, if any
+    time: Spread | None  # of a training step at the final rate, relative to none
+    memory: Spread | None  # peak memory of a training step, relative to none
+
+    @property
+    def compared(self) -> bool:
+        """Whether it takes part in the comparison: not a control or a reference."""
+        return self.kind not in ("control", "reference")
 
 
 class Contrast(Part):
@@ -155,18 +145,17 @@ class Contrast(Part):
 class Controls(Part):
     """The results of the controls, which validate the comparison."""
 
-    aa_equal: int
-    """Number of seeds whose run with p = 0 injected ended bit-identical to none: weights and outputs."""
-    aa_seeds: int
-    """Number of seeds for which both runs finished."""
-    none_none: dict[Metric, Difference] | None
-    """None with other seeds minus none."""
-    paired: bool
-    """Whether all arms of a seed had the same initial weights and batches."""
-    unchanged: int
-    """Number of runs with bit-identical state_dict, repr and eval output with hooks and after `remove()`."""
-    hooked: int
-    """Number of runs with hooks."""
+    aa_equal: int  # seeds whose run with p = 0 injected ended bit-identical to none: weights and outputs
+    aa_seeds: int  # seeds for which both runs finished
+    none_none: dict[Metric, Difference] | None  # none with other seeds minus none
+    paired: bool  # whether all arms of a seed had the same initial weights and batches
+    unchanged: int  # runs with bit-identical state_dict, repr and eval output with hooks and after `remove()`
+    hooked: int  # runs with hooks
+
+    @property
+    def hold(self) -> bool:
+        """Whether all deterministic controls hold; the interval of none against none excludes 0 once in 20 times."""
+        return self.aa_equal == self.aa_seeds and self.paired and self.unchanged == self.hooked
 
 
 class Cell(Part):
@@ -181,12 +170,9 @@ class Cell(Part):
     arms: list[ArmSummary]
     between: list[Contrast]
     controls: Controls
-    varied: list[str] = ["training set", "weights", "batch order", "augmentation", "masks"]
-    """What differs between seeds."""
-    remarks: list[str] = []
-    """Notes on the data, such as that all seeds train on the same images."""
-    words: list[str] = []
-    """Sentences: the verdict, the findings, the caveats."""
+    varied: list[str] = ["training set", "weights", "batch order", "augmentation", "masks"]  # between seeds
+    remarks: list[str] = []  # notes on the data, such as that all seeds train on the same images
+    words: list[str] = []  # sentences: the verdict, the findings, the caveats
 
 
 class FailedRun(Part):
@@ -202,31 +188,23 @@ class FailedRun(Part):
 
 
 class Environment(Part):
-    """Software and hardware of some runs."""
+    """Software and hardware of some runs, with at most one level of nesting."""
 
     runs: int
     details: dict[str, Any]
-    """At most one level of nesting."""
 
 
 class Summary(Part):
     """The results of a comparison."""
 
     title: str
-    created: str
-    """ISO 8601, UTC."""
+    created: str  # ISO 8601, UTC
     command: str
-    config: str
-    """The YAML text."""
-    seeds: int
-    """Fixed before the first run, unless there are amendments."""
-    amendments: list[str] = []
-    """Changes after the first run, with their reasons."""
-    notes: list[str] = []
-    """To be read first, such as that arms are left out."""
+    config: str  # the YAML text
+    seeds: int  # fixed before the first run, unless there are amendments
+    amendments: list[str] = []  # changes after the first run, with their reasons
+    notes: list[str] = []  # to be read first, such as that arms are left out
     cells: list[Cell]
     failures: list[FailedRun]
-    environments: list[Environment]
-    """More than one if runs used different revisions or machines."""
-    seconds: float
-    """Total training time of all runs."""
+    environments: list[Environment]  # more than one if runs used different revisions or machines
+    seconds: float  # total training time of all runs

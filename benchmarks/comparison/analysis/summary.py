@@ -3,58 +3,49 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy.stats import sem
+from scipy.stats import t as student
 
 from comparison.analysis import text
-from comparison.analysis.arm_summary import summarize_arm
-from comparison.analysis.contrasts import contrasts, controls, differences, paired_metrics
-from comparison.analysis.pairs import PairedArm, paired
-from comparison.analysis.per_test_set import by_test_set
-from comparison.analysis.schema import Cell, Environment, FailedRun, Spread, Summary
+from comparison.analysis.pairs import PairedArm, by_test_set, contrasts, controls, differences, paired, paired_metrics
+from comparison.analysis.schema import (
+    METRICS,
+    ArmSummary,
+    Band,
+    Bin,
+    Cell,
+    Difference,
+    Environment,
+    FailedRun,
+    Metric,
+    Site,
+    Spread,
+    Summary,
+)
+from comparison.run.metrics import BINS, bin_of
 from comparison.run.record import Record
 from comparison.spec.run_spec import Run
 from comparison.spec.study import Entry
 
-Ratios = Mapping[tuple[str, str], Spread]
-"""By cell and the name of the arm."""
-
-
-@dataclass(frozen=True)
-class About:
-    """Metadata of a comparison."""
-
-    title: str
-    created: str
-    """ISO 8601, UTC."""
-    command: str
-    config: str
-    """The YAML text."""
-    seeds: int
-    """Fixed before the first run, unless there are amendments."""
-    amendments: list[str] = field(default_factory=list)
-    """Changes after the first run, with their reasons."""
-    notes: list[str] = field(default_factory=list)
-    """To be read first, such as that arms are left out."""
-    remarks: Mapping[str, list[str]] = field(default_factory=dict)
-    """Notes on the data, by cell."""
+Costs = Mapping[tuple[str, str], tuple[Spread, Spread]]
+"""Time and memory of a training step relative to none, by cell and the name of the arm; arms may be missing."""
 
 
 def summarize(
-    entries: Sequence[Entry], records: Mapping[str, Record], about: About, times: Ratios, memory: Ratios
+    entries: Sequence[Entry],
+    records: Mapping[str, Record],
+    costs: Costs,
+    remarks: Mapping[str, list[str]] | None = None,
+    **head: Any,
 ) -> Summary:
-    """Compute everything that the report and the terminal show.
-
-    Args:
-        entries: The arms of all cells with their runs.
-        records: Records of finished runs by key, including tuning runs.
-        about: Metadata.
-        times: Time of a training step relative to none, by cell and arm; arms may be missing.
-        memory: Memory of a training step, likewise.
-
-    Raises:
-        ValueError: A cell does not have exactly one arm without a regularizer, or has duplicate names.
-    """
+    """Compute everything that the report and the terminal show; the keywords are further fields of the summary."""
     of_cell: dict[str, list[Entry]] = {}
     for entry in entries:
         of_cell.setdefault(entry.cell, []).append(entry)
@@ -63,75 +54,131 @@ def summarize(
         own = {run.key: records[run.key] for arm in arms for run in arm.runs.values() if run.key in records}
         for test_set, scored in by_test_set(own).items():
             title = f"{cell}, {test_set}" if test_set else cell
-            costs = [{arm: spread for (of, arm), spread in ratios.items() if of == cell} for ratios in (times, memory)]
-            cells.append(_cell(title, paired(arms, scored), costs, about.remarks.get(cell, [])))
-    head = {name: value for name, value in vars(about).items() if name != "remarks"}
+            of_arms = {arm: both for (of, arm), both in costs.items() if of == cell}
+            cells.append(_cell(title, paired(arms, scored), of_arms, (remarks or {}).get(cell, [])))
+    environments = Counter(json.dumps(record.environment, sort_keys=True, default=str) for record in records.values())
     return Summary(
         **head,
         cells=cells,
         failures=_failures(entries, records),
-        environments=_environments(records.values()),
+        environments=[Environment(runs=count, details=json.loads(one)) for one, count in environments.most_common()],
         seconds=sum(record.seconds for record in records.values()),
     )
 
 
-def _cell(title: str, arms: Sequence[PairedArm], costs: Sequence[Mapping[str, Spread]], remarks: list[str]) -> Cell:
+def _cell(
+    title: str, arms: Sequence[PairedArm], costs: Mapping[str, tuple[Spread, Spread]], remarks: list[str]
+) -> Cell:
     metrics = paired_metrics(arms)
     against = differences(arms, metrics)
     outcomes = [outcome for arm in arms for outcome in arm.outcomes]
     runs = [run for arm in arms for run in arm.entry.runs.values()]
+    sizes = {"steps": "steps", "train_images": "train_images", "test_images": "scored_images"}
+    sizes |= {"skipped_images": "skipped_images"}
+    sets = ["training set"] if any(run.data.train_size for run in runs) else []
+    augmented = ["augmentation"] if any(run.data.augmentation != "none" for run in runs) else []
     cell = Cell(
         title=title,
         epochs=max((run.epochs for run in runs), default=0),
-        steps=max((outcome["steps"] for outcome in outcomes), default=0),
-        train_images=max((outcome["train_images"] for outcome in outcomes), default=0),
-        test_images=max((outcome["scored_images"] for outcome in outcomes), default=0),
-        skipped_images=max((outcome["skipped_images"] for outcome in outcomes), default=0),
-        arms=[
-            summarize_arm(arm, against.get(name), *(ratios.get(name) for ratios in costs))
-            for arm in arms
-            for name in [arm.entry.arm.name]
-        ],
+        **{name: max((one[key] for one in outcomes), default=0) for name, key in sizes.items()},  # type: ignore
+        arms=[summarize_arm(arm, against.get(arm.entry.arm.name), costs.get(arm.entry.arm.name)) for arm in arms],
         between=contrasts(arms, metrics),
         controls=controls(arms, against),
-        varied=_varied(runs),
+        varied=[*sets, "weights", "batch order", *augmented, "masks"],
         remarks=remarks,
     )
     words = [text.verdict(cell), *text.findings(cell), *text.caveats(cell), *text.control_sentences(cell)]
     return cell.model_copy(update={"words": words})
 
 
-def _varied(runs: Sequence[Run]) -> list[str]:
-    sets = ["training set"] if any(run.data.train_size for run in runs) else []
-    augmented = ["augmentation"] if any(run.data.augmentation != "none" for run in runs) else []
-    return [*sets, "weights", "batch order", *augmented, "masks"]
-
-
 def _failures(entries: Sequence[Entry], records: Mapping[str, Record]) -> list[FailedRun]:
     """Failed final runs in the order of the entries, then failed tuning runs."""
-    final = {run.key: (entry.cell, entry.arm.name) for entry in entries for run in entry.runs.values()}
-    failed = {key: record for key, record in records.items() if not record.done}
-    others = {key: Run.model_validate(record.spec) for key, record in failed.items() if key not in final}
-    tuning = {key: (run.cell, run.arm.name) for key, run in others.items()}
+    where = {run.key: (entry.cell, entry.arm.name) for entry in entries for run in entry.runs.values()}
+    for key, record in records.items():
+        if not record.done and key not in where:
+            run = Run.model_validate(record.spec)
+            where[key] = run.cell, run.arm.name
+    found = [(key, *of, why) for key, of in where.items() if key in records and (why := records[key].failure)]
     return [
         FailedRun(
-            cell=cell,
-            arm=arm,
-            seed=records[key].spec["seed"],
-            stage=records[key].spec["stage"],
-            kind=failure.kind,
-            message=failure.message,
-            key=key,
+            cell=cell, arm=arm, seed=spec["seed"], stage=spec["stage"], kind=why.kind, message=why.message, key=key
         )
-        for key, (cell, arm) in {**final, **tuning}.items()
-        if key in records and (failure := records[key].failure)
+        for key, cell, arm, why in found
+        for spec in [records[key].spec]
     ]
 
 
-def _environments(records: Iterable[Record]) -> list[Environment]:
-    counts: dict[str, int] = {}
-    for record in records:
-        text = json.dumps(record.environment, sort_keys=True, default=str)
-        counts[text] = counts.get(text, 0) + 1
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return [Environment(runs=count, details=json.loads(text)) for text, count in ordered]
+def summarize_arm(
+    arm: PairedArm, against_none: dict[Metric, Difference] | None, costs: tuple[Spread, Spread] | None
+) -> ArmSummary:
+    """Summarize the finished runs of an arm."""
+    entry, runs = arm.entry, arm.outcomes
+    first: Any = runs[0] if runs else {}
+    values: dict[Metric, list[float]] = {metric: [run[metric] for run in runs] for metric in METRICS}
+    dropped = [run["dropped"] for run in runs if run["dropped"] is not None]
+    ends = [run["ramp_end"] for run in runs if run["ramp_end"] is not None]
+    sites = pd.DataFrame([site for run in runs for site in run["realised"]], columns=["name", "asked", "dropped"])
+    return ArmSummary(
+        name=entry.arm.name,
+        kind="reference" if entry.control == "reference" else "control" if entry.control else entry.arm.kind,  # type: ignore[arg-type]
+        call=first.get("call", entry.arm.call),
+        layers=list(entry.arm.layers),
+        sites=first.get("sites", 0),
+        flags=list(dict.fromkeys(flag for run in runs for flag in run["flags"])),
+        command=entry.command,
+        runs=len(runs),
+        asked=_mean([run["asked"] for run in runs]),
+        dropped=_mean(dropped),
+        dropped_half=half_width(dropped),
+        rate_at_end=_mean([run["rate_at_end"] for run in runs]),
+        ramp_end=max(ends) if ends and len(ends) == len(runs) else None,
+        realised=[Site(**row) for row in sites.groupby("name", sort=False).mean().reset_index().to_dict("records")],
+        values=values,
+        seeds=list(arm.finished),
+        means={metric: float(np.mean(found)) for metric, found in values.items() if found},
+        against_none=against_none,
+        set_aside=dict(arm.set_aside),
+        train_loss=band([list(enumerate(run["train_loss"], 1)) for run in runs]),
+        validation_accuracy=band([[(at["epoch"], at["accuracy"]) for at in run["validation"]] for run in runs]),
+        validation_nll=band([[(at["epoch"], at["nll"]) for at in run["validation"]] for run in runs]),
+        rate=band([run["rates"] for run in runs]),
+        calibration=_calibration(arm),
+        tuning=entry.tuning,
+        like=entry.like,
+        time=costs and costs[0],
+        memory=costs and costs[1],
+    )
+
+
+def band(curves: Sequence[Sequence[tuple[float, float]]]) -> Band:
+    """Quartiles over the runs at each x that all runs share."""
+    if not any(curves):
+        return Band(x=[], low=[], median=[], high=[])
+    table = pd.DataFrame([dict(curve) for curve in curves]).dropna(axis="columns").sort_index(axis="columns")
+    low, median, high = (table.quantile(q).tolist() for q in (0.25, 0.5, 0.75))
+    return Band(x=table.columns.tolist(), low=low, median=median, high=high)
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Half-width of the 95 % t interval of the mean; None for fewer than two values."""
+    return float(student.ppf(0.975, len(values) - 1) * sem(values)) if len(values) > 1 else None
+
+
+def _calibration(arm: PairedArm) -> list[Bin]:
+    images = [record.images for record in arm.finished.values()]
+    if not images:
+        return []
+    confidence, correct = (np.concatenate([of_run[name] for of_run in images]) for name in ("confidence", "correct"))
+    return reliability(confidence, correct)
+
+
+def reliability(confidence_N: NDArray[np.generic], correct_N: NDArray[np.generic], bins: int = BINS) -> list[Bin]:
+    """Mean confidence and accuracy of the predictions in each nonempty bin, in order."""
+    table = pd.DataFrame({"confidence": confidence_N.astype(np.float64), "accuracy": correct_N.astype(np.float64)})
+    found = table.groupby(bin_of(confidence_N, bins)).agg(["mean", "size"])
+    return [Bin(confidence=row[0], accuracy=row[2], count=int(row[1])) for row in found.to_numpy()]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from comparison.analysis.inference import LEVEL, more_than_chance
 from comparison.analysis.pairs import NOT_RUN
-from comparison.analysis.schema import BETTER, DECIMALS, METRICS, ArmSummary, Cell, Difference, Metric
+from comparison.analysis.schema import DECIMALS, METRICS, SHORT, Cell, Difference, Metric
 
-SHORT: dict[Metric, str] = {"accuracy": "accuracy", "nll": "NLL", "ece": "ECE"}
 UNITS: dict[Metric, str] = {"accuracy": "points of accuracy", "nll": "nats", "ece": "points of ECE"}
-UNCLEAR = "cannot be distinguished"
+_AGAINST = ("is better than", "is worse than", "cannot be told apart from")
 
 
 def verdict(cell: Cell) -> str:
@@ -22,7 +21,7 @@ def verdict(cell: Cell) -> str:
         return f"{where} no regularizer has a complete pair with {none}."
     best, *_, worst = ranked = sorted(found, key=lambda name: -found[name].mean) * (2 if len(found) == 1 else 1)
     high, low = (f"“{name}” ({interval_text(found[name], 'accuracy')})" for name in (best, worst))
-    unclear = [name for name in ranked if found[name].verdict == UNCLEAR]
+    unclear = [name for name in ranked if not found[name].clear]
     if len(found) == 1:
         return f"{where} {high} {_against(found[best])} {none} in accuracy."
     if len(unclear) == len(found):
@@ -31,9 +30,12 @@ def verdict(cell: Cell) -> str:
             f"{high} and lowest with {low}."
         )
     text = f"{where} accuracy against {none} is highest with {high} and lowest with {low}"
+    same: list[str] = []
     if found[best].mean <= 0:
         text = f"{where} accuracy is highest with {none}; the closest is {high} and the lowest {low}"
-    same = _same_as(best, cell) if found[best].mean > 0 else []
+    else:
+        pairs = [pair for pair in cell.between if pair.metric == "accuracy" and best in (pair.a, pair.b)]
+        same = [pair.b if pair.a == best else pair.a for pair in pairs if not pair.difference.clear]
     parts = [f"{_most(unclear, ranked)} cannot be told apart from {none}"] if unclear else []
     others = [name for name in ranked if name != best]
     parts += [f"{_most(same, others)} cannot be told apart from “{best}”"] if same else []
@@ -42,53 +44,7 @@ def verdict(cell: Cell) -> str:
 
 def findings(cell: Cell) -> Iterator[str]:
     """What to know besides the verdict: each metric, with Holm's correction and with other test images."""
-    yield from _unfinished(cell)
-    for metric in METRICS if compared(cell) else ():
-        found = {name: of_arm[metric] for name, of_arm in compared(cell).items()}
-        sides = {text: [name for name, one in found.items() if _against(one, metric) == text] for text in _AGAINST}
-        parts = [f"{names(of)} {text} {cell.arms[0].name}" for text, of in sides.items() if of]
-        holm = [f"{name} (p = {one.p_holm:.2g})" for name, one in found.items() if one.p_holm <= LEVEL]
-        sentence = f"{SHORT[metric]}: {'; '.join(parts)}. After Holm's correction over {plural(len(found), 'test')}, "
-        yield _capital(sentence) + (f"these differ at 5 %: {join(holm)}." if holm else "none differs at 5 %.")
-        if lost := [
-            name for name, one in found.items() if one.verdict != UNCLEAR and one.low_images <= 0 <= one.high_images
-        ]:
-            yield _capital(
-                f"{SHORT[metric]}: with other test images, {names(lost)} might not differ from {cell.arms[0].name}."
-            )
-        if pairs := [pair.difference for pair in cell.between if pair.metric == metric]:
-            clear, corrected = (
-                sum(x) for x in zip(*((d.verdict != UNCLEAR, d.p_holm <= LEVEL) for d in pairs), strict=True)
-            )
-            yield _capital(
-                f"{SHORT[metric]}: {clear} of {plural(len(pairs), 'pair')} of regularizers can be told apart, "
-                f"{corrected} after Holm's correction."
-            )
-
-
-def caveats(cell: Cell) -> list[str]:
-    """What limits the findings: power, excluded runs, tuning and data."""
-    parts = (_power, _set_aside, _tuned, _rates, _images)
-    return [sentence for part in parts for sentence in part(cell)]
-
-
-_AGAINST = ("is better than", "is worse than", "cannot be told apart from")
-
-
-def _against(found: Difference, metric: Metric = "accuracy") -> str:
-    if found.verdict == UNCLEAR:
-        return _AGAINST[2]
-    return _AGAINST[0 if (found.verdict == "above") == (BETTER[metric] > 0) else 1]
-
-
-def _same_as(best: str, cell: Cell) -> list[str]:
-    pairs = [
-        p for p in cell.between if p.metric == "accuracy" and p.difference.verdict == UNCLEAR and best in (p.a, p.b)
-    ]
-    return [pair.b if pair.a == best else pair.a for pair in pairs]
-
-
-def _unfinished(cell: Cell) -> Iterator[str]:
+    none = cell.arms[0].name if cell.arms else "none"
     if waiting := sum(why.split(": ")[-1] == NOT_RUN for arm in cell.arms[1:] for why in arm.set_aside.values()):
         yield (
             f"Not finished: {plural(waiting, 'pair')} missing. The number of seeds was fixed in advance; stopping "
@@ -97,8 +53,33 @@ def _unfinished(cell: Cell) -> Iterator[str]:
     if not cell.controls.paired:
         yield (
             "Warning: some runs did not have the same initial weights and batches as the others of their seed; "
-            f"those that differ from {cell.arms[0].name} are excluded."
+            f"those that differ from {none} are excluded."
         )
+    for metric in METRICS if compared(cell) else ():
+        found = {name: of_arm[metric] for name, of_arm in compared(cell).items()}
+        sides = {text: [name for name, one in found.items() if _against(one, metric) == text] for text in _AGAINST}
+        parts = [f"{names(of)} {text} {none}" for text, of in sides.items() if of]
+        holm = [f"{name} (p = {one.p_holm:.2g})" for name, one in found.items() if one.p_holm <= LEVEL]
+        differ = f"these differ at 5 %: {join(holm)}" if holm else "none differs at 5 %"
+        tests = plural(len(found), "test")
+        yield f"{SHORT[metric]}: {'; '.join(parts)}. After Holm's correction over {tests}, {differ}."
+        if lost := [name for name, one in found.items() if one.clear and one.low_images <= 0 <= one.high_images]:
+            yield f"{SHORT[metric]}: with other test images, {names(lost)} might not differ from {none}."
+        if pairs := [pair.difference for pair in cell.between if pair.metric == metric]:
+            clear, corrected = sum(one.clear for one in pairs), sum(one.p_holm <= LEVEL for one in pairs)
+            yield (
+                f"{SHORT[metric]}: {clear} of {plural(len(pairs), 'pair')} of regularizers can be told apart, "
+                f"{corrected} after Holm's correction."
+            )
+
+
+def caveats(cell: Cell) -> list[str]:
+    """What limits the findings: power, excluded runs, tuning and data."""
+    return [sentence for part in (_power, _set_aside, _tuned, _rates, _images) for sentence in part(cell)]
+
+
+def _against(found: Difference, metric: Metric = "accuracy") -> str:
+    return _AGAINST[(0 if found.better(metric) else 1) if found.clear else 2]
 
 
 def _power(cell: Cell) -> Iterator[str]:
@@ -110,11 +91,8 @@ def _power(cell: Cell) -> Iterator[str]:
             f"Verdicts are based on {plural(count, 'uncorrected 95 % interval')} (bootstrap over seeds): "
             f"without any true differences, about {0.05 * count:.2g} of them would still exclude 0."
         )
-    for name, family in families.items():
-        if family:
-            yield _smallest_p(name, family)
-    found = {metric: [of[metric].mde for of in against.values()] for metric in METRICS}
-    sizes = {metric: sorted(mde for mde in of_metric if mde is not None) for metric, of_metric in found.items()}
+    yield from (_smallest_p(name, family) for name, family in families.items() if family)
+    sizes = {metric: sorted(of[metric].mde or 0 for of in against.values() if of[metric].mde) for metric in METRICS}
     if known := [f"{_range(sizes[metric], DECIMALS[metric])} {UNITS[metric]}" for metric in METRICS if sizes[metric]]:
         half = max(one.seeds_for_half or 0 for of in against.values() for one in of.values())
         yield (
@@ -139,8 +117,7 @@ def controls(cell: Cell) -> list[tuple[str, bool | None, str]]:
     """Each control: the question, whether it holds (None: not measured), and the numbers behind it."""
     found, none = cell.controls, cell.arms[0].name if cell.arms else "none"
     chance = found.none_none
-    outside = {metric: one for metric, one in (chance or {}).items() if one.verdict != UNCLEAR}
-    intervals = join([f"{SHORT[metric]} {interval_text(one, metric)}" for metric, one in outside.items()])
+    outside = [f"{_inside(metric)} {interval_text(one, metric)}" for metric, one in (chance or {}).items() if one.clear]
     return [
         (
             f"Is the arm with p = 0 injected (A/A) bit-identical to {none}, in weights and outputs?",
@@ -150,7 +127,7 @@ def controls(cell: Cell) -> list[tuple[str, bool | None, str]]:
         (
             f"Is the difference between {none} with other seeds and {none} consistent with chance?",
             None if chance is None else not more_than_chance(chance),
-            f" (after Holm's correction; 0 is outside the 95 % interval of {intervals})" if outside else "",
+            f" (after Holm's correction; 0 is outside the 95 % interval of {join(outside)})" if outside else "",
         ),
         ("Did all arms of a seed have the same initial weights and batches?", found.paired, ""),
         (
@@ -234,8 +211,7 @@ def _images(cell: Cell) -> Iterator[str]:
 
 def compared(cell: Cell) -> dict[str, dict[Metric, Difference]]:
     """The differences from none, without controls and references."""
-    arms: list[ArmSummary] = [arm for arm in cell.arms if arm.kind not in ("control", "reference")]
-    return {arm.name: arm.against_none for arm in arms if arm.against_none}
+    return {arm.name: arm.against_none for arm in cell.arms if arm.compared and arm.against_none}
 
 
 def interval_text(found: Difference, metric: Metric) -> str:
@@ -271,5 +247,6 @@ def _range(values: Sequence[float], decimals: int) -> str:
     return " to ".join(dict.fromkeys(f"{value:.{decimals}f}" for value in (values[0], values[-1])))
 
 
-def _capital(sentence: str) -> str:
-    return sentence[0].upper() + sentence[1:]
+def _inside(metric: Metric) -> str:
+    """The name of a metric within a sentence."""
+    return SHORT[metric].lower() if metric == "accuracy" else SHORT[metric]

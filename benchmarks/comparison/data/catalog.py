@@ -1,35 +1,97 @@
-"""Load datasets by name, and check them before training."""
+"""Load datasets by name, check them before training, and iterate over their batches."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+from torch.nn.functional import interpolate
+from torch.utils.data import DataLoader, Dataset
+from torchvision import datasets
 
-from comparison.data import cifar, digits, emoji, image_folder, synthetic
+from comparison.data import emoji, image_folder, synthetic
+from comparison.data.sources import stored
 from comparison.data.task import DataError, Task
-from comparison.spec.errors import suggest
-from comparison.spec.run_spec import Data
+from comparison.spec.run_spec import Data, generator, suggest
 
 FOLDER = "imagefolder"
-_LOADERS: dict[str, Callable[[Data], Task]] = {
-    "digits": digits.load,
-    "digits-noisy": digits.load,
-    "synthetic-cue": synthetic.load,
-    "cifar10": cifar.load,
-    "cifar100": cifar.load,
-    "emoji": emoji.load,
+TEST_DIGITS, NOISE = 797, 0.2
+_CIFAR: dict[str, tuple[Any, Any]] = {
+    "cifar10": (datasets.CIFAR10, ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))),
+    "cifar100": (datasets.CIFAR100, ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))),
 }
+Batch = tuple[Tensor, Tensor, Tensor]
+"""(indices_B, x_BCHW, y_B)."""
 
 
 def load(data: Data) -> Task:
-    """Load a dataset; datasets are cached for the lifetime of the process.
-
-    Raises:
-        DataError: The name is unknown, or the data is not available.
-    """
+    """Load a dataset; datasets are cached for the lifetime of the process."""
     return _load(data.model_copy(update={"train_size": None, "validation_size": None, "workers": 0}))
+
+
+@functools.lru_cache(maxsize=8)
+def _load(data: Data) -> Task:
+    kind, _, path = data.name.partition(":")
+    if kind == FOLDER and path:
+        return image_folder.load(data)
+    if kind == FOLDER:
+        raise DataError(f"{data.name!r} has no path.", f"use {FOLDER}:PATH")
+    if data.name in LOADERS:
+        return LOADERS[data.name](data)
+    raise DataError(f"no dataset is named {data.name!r}.", suggest(kind, [*LOADERS, FOLDER]).strip())
+
+
+def digits(data: Data) -> Task:
+    """Load scikit-learn's digits (1,797 of 8x8 pixels), enlarged to 32x32 pixels in [-1, 1].
+
+    `digits-noisy` has 20 % wrong training labels.
+    """
+    found = load_digits()
+    size = data.image_size or 32
+    x_N1HW = torch.tensor(found.images, dtype=torch.float32)[:, None] / 8 - 1
+    x_N1HW = interpolate(x_N1HW, size=(size, size), mode="bilinear", align_corners=False)
+    every, labels_N = torch.arange(len(x_N1HW)), torch.tensor(found.target, dtype=torch.int64)
+    pool, test = train_test_split(every, test_size=TEST_DIGITS, stratify=found.target, random_state=0)
+    source = stored(x_N1HW, size, data.augmentation, fill=-1.0)
+    noise = (NOISE if data.name == "digits-noisy" else 0.0) if data.label_noise is None else data.label_noise
+    return Task(data.name, 10, labels_N, pool.sort().values, test.sort().values, source, noise)
+
+
+def cifar(data: Data) -> Task:
+    """Load CIFAR-10 or CIFAR-100, downloaded if needed: a pool of 50,000 images, and 10,000 for testing."""
+    kind, statistics = _CIFAR[data.name]
+    try:
+        train, test = (kind(data.root, train=part, download=True) for part in (True, False))
+    # Network, disk, archive and pickle errors have no common base class.
+    except Exception as error:
+        raise DataError(
+            f"cannot load or download {data.name!r}: {type(error).__name__}: {error}",
+            f"download: {kind.url}",
+            f"put it:   into {Path(data.root).absolute()} (`root`), as {kind.filename} or extracted as "
+            f"{kind.base_folder}/",
+        ) from error
+    x_NCHW = torch.cat([torch.from_numpy(part.data) for part in (train, test)]).permute(0, 3, 1, 2).contiguous()
+    source = stored(x_NCHW, data.image_size, data.augmentation, statistics=statistics)
+    pool, held = torch.arange(len(x_NCHW)).tensor_split([len(train)])
+    labels_N = torch.tensor([*train.targets, *test.targets])
+    return Task(data.name, len(train.classes), labels_N, pool, held, source, data.label_noise or 0.0)
+
+
+LOADERS: dict[str, Callable[[Data], Task]] = {
+    "digits": digits,
+    "digits-noisy": digits,
+    "synthetic-cue": synthetic.load,
+    "cifar10": cifar,
+    "cifar100": cifar,
+    "emoji": emoji.load,
+}
 
 
 def check(data: Data, seeds: range, batch_size: int) -> list[str]:
@@ -37,9 +99,6 @@ def check(data: Data, seeds: range, batch_size: int) -> list[str]:
 
     Missing CIFAR files are downloaded here, in a single process. Training on all images is allowed: the seeds then
     differ in weights and order, and a note says so.
-
-    Raises:
-        DataError: The data is not available, a size is out of range, or two seeds have the same training set.
     """
     task = load(data)
     splits = [task.split(data.train_size, data.validation_size, seed) for seed in seeds]
@@ -63,13 +122,36 @@ def check(data: Data, seeds: range, batch_size: int) -> list[str]:
     return notes
 
 
-@functools.lru_cache(maxsize=8)
-def _load(data: Data) -> Task:
-    kind, _, path = data.name.partition(":")
-    if kind == FOLDER and path:
-        return image_folder.load(data)
-    if kind == FOLDER:
-        raise DataError(f"{data.name!r} has no path.", f"use {FOLDER}:PATH")
-    if data.name in _LOADERS:
-        return _LOADERS[data.name](data)
-    raise DataError(f"no dataset is named {data.name!r}.", *suggest(kind, [*_LOADERS, FOLDER]).strip().splitlines())
+def loader(
+    task: Task, split_train: Tensor, batch_size: int, seed: int, epoch: int, labels: Tensor, workers: int = 0
+) -> DataLoader[Batch]:
+    """Iterate over the training images in an order that depends on seed and epoch; `labels` are those of the split.
+
+    The last incomplete batch is dropped, unless it is the only one. The batches are bit-identical for any number of
+    data loading processes.
+    """
+    order = torch.randperm(len(split_train), generator=generator(seed, "order", epoch))
+    batches = [part for part in torch.split(order, batch_size) if len(part) == min(batch_size, len(order))]
+    dataset = _Epoch(task, split_train, labels, batches, seed, epoch)
+    # Without its own generator, the loader would draw the workers' seeds from the global one.
+    own = generator(seed, "workers", epoch)
+    return DataLoader(dataset, batch_size=None, num_workers=min(workers, len(batches)), generator=own)
+
+
+@dataclass(frozen=True, eq=False)
+class _Epoch(Dataset[Batch]):
+    """A dataset whose items are batches, so that they do not depend on the worker that loads them."""
+
+    task: Task
+    indices_N: Tensor
+    labels_N: Tensor
+    batches: list[Tensor]  # positions in `indices_N`
+    seed: int
+    epoch: int
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, i: int) -> Batch:
+        indices_B, y_B = self.indices_N[self.batches[i]], self.labels_N[self.batches[i]]
+        return indices_B, self.task.source.augmented(indices_B, self.seed, self.epoch), y_B

@@ -30,21 +30,13 @@ VENDORS = ("google", "twitter")
 """The training vendor, and the one that is only tested."""
 VERSION = "16.0.0"
 FETCH = "python benchmarks/fetch_emoji.py"
-SIDE = 64
-TEST_EMOJI = 606
-WHITE = 255
+SIDE, TEST_EMOJI, WHITE = 64, 606, 255
 HALF = (0.5, 0.5, 0.5)
 """Mean and standard deviation for pixels in [0, 1], as EfficientNet-Lite was trained with."""
-# Five swatches of skin tones.
-NOT_A_CATEGORY = "Component"
 
 
 def load(data: Data) -> Task:
-    """Load the images below `data.root`, on a white background.
-
-    Raises:
-        DataError: A package or an image is missing, has another version, or a category has too few images.
-    """
+    """Load the images below `data.root`, on a white background."""
     root, side = Path(data.root), data.image_size or SIDE
     emoji = _emoji(root)
     classes = sorted({one["category"] for one in emoji})
@@ -78,22 +70,17 @@ def folder(root: Path, vendor: str) -> Path:
 
 def _emoji(root: Path) -> list[dict[str, Any]]:
     """The emoji that both vendors drew, in the order of the first vendor's package."""
-    for vendor in VENDORS:
-        _check_package(root, vendor)
+    for package in (folder(root, vendor) for vendor in VENDORS):
+        how = f"download it:   {FETCH} --root {root}"
+        try:
+            version = json.loads((package / "package.json").read_text())["version"]
+        except FileNotFoundError:
+            raise DataError(f"the package {package.name!r} is not in {str(root.absolute())!r} (`root`).", how) from None
+        if version != VERSION:
+            raise DataError(f"{package.name} has version {version}, but these results need {VERSION}.", how)
     listed = json.loads((folder(root, VENDORS[0]) / "emoji.json").read_text())
     drawn = [one for one in listed if all(one[f"has_img_{vendor}"] for vendor in VENDORS)]
-    return [one for one in drawn if one["category"] != NOT_A_CATEGORY]
-
-
-def _check_package(root: Path, vendor: str) -> None:
-    package = folder(root, vendor)
-    how = f"download it:   {FETCH} --root {root}"
-    try:
-        version = json.loads((package / "package.json").read_text())["version"]
-    except FileNotFoundError:
-        raise DataError(f"the package {package.name!r} is not in {str(root.absolute())!r} (`root`).", how) from None
-    if version != VERSION:
-        raise DataError(f"{package.name} has version {version}, but these results need {VERSION}.", how)
+    return [one for one in drawn if one["category"] != "Component"]  # five swatches of skin tones
 
 
 def _pixels(path: Path, side: int) -> Tensor:

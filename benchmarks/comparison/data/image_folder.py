@@ -15,8 +15,7 @@ from comparison.data.sources import files
 from comparison.data.task import DataError, Task, hold_out
 from comparison.spec.run_spec import Data
 
-SIDE = 224
-TEST_FRACTION = 0.2
+SIDE, TEST_FRACTION = 224, 0.2
 
 
 def load(data: Data) -> Task:
@@ -25,16 +24,16 @@ def load(data: Data) -> Task:
     PATH has either one folder per class, of which a fixed fifth is used for testing, or the splits `train` and `val`
     or `test` with such folders. With both `val` and `test`, the images of `val` are added to those of `train`, because
     validation images are drawn from all images that are not test images.
-
-    Raises:
-        DataError: The folder does not exist, or has fewer than two classes or a class without readable images.
     """
     root = Path(data.name.partition(":")[2])
-    skipped = _unreadable(root, Path(data.root))
-    parts = _parts(root)
+    skipped, parts = _unreadable(root, Path(data.root)), _parts(root)
+
+    def valid(path: str) -> bool:
+        return has_file_allowed_extension(path, IMG_EXTENSIONS) and path not in skipped
+
     try:
         # torchvision names folders that do not exist, and classes without images.
-        folders = [ImageFolder(str(part), is_valid_file=lambda path: _valid(path, skipped)) for part, _ in parts]
+        folders = [ImageFolder(str(part), is_valid_file=valid) for part, _ in parts]
     except OSError as error:
         raise DataError(f"{error}", "expected: one folder of images for each of at least two classes") from None
     classes = folders[0].classes
@@ -47,16 +46,13 @@ def load(data: Data) -> Task:
         raise DataError(f"{folders[0].root!r} has only one class, {classes[0]!r}.", "expected: at least two classes")
     labels_N = torch.tensor([label for folder in folders for label in folder.targets])
     if len(parts) > 1:
-        test_N = torch.tensor(
-            [is_test for folder, (_, is_test) in zip(folders, parts, strict=True) for _ in folder.samples]
-        )
+        test_N = torch.cat([torch.full((len(one),), held) for one, (_, held) in zip(folders, parts, strict=True)])
         pool, test = (~test_N).nonzero()[:, 0], test_N.nonzero()[:, 0]
     else:
         size = max(1, round(TEST_FRACTION * len(labels_N)))
         pool, test = hold_out(str(root), labels_N, classes, size, "or provide your own train/ and val/ folders")
-    source = files(
-        tuple(path for folder in folders for path, _ in folder.samples), data.image_size or SIDE, data.augmentation
-    )
+    paths = tuple(path for folder in folders for path, _ in folder.samples)
+    source = files(paths, data.image_size or SIDE, data.augmentation)
     return Task(data.name, len(classes), labels_N, pool, test, source, data.label_noise or 0.0, skipped=skipped)
 
 
@@ -76,10 +72,6 @@ def _parts(root: Path) -> list[tuple[Path, bool]]:
     )
 
 
-def _valid(path: str, skipped: tuple[str, ...]) -> bool:
-    return has_file_allowed_extension(path, IMG_EXTENSIONS) and path not in skipped
-
-
 def _unreadable(root: Path, cache: Path) -> tuple[str, ...]:
     """The image files that cannot be decoded. All processes share a cache; a changed file is detected."""
     paths = sorted(os.path.join(folder, name) for folder, _, names in os.walk(root, followlinks=True) for name in names)
@@ -90,14 +82,12 @@ def _unreadable(root: Path, cache: Path) -> tuple[str, ...]:
 
 
 def _not_decoded(versions: list[tuple[str, int, int]]) -> list[str]:
-    return [path for path, _, _ in versions if not _is_image(path)]
-
-
-def _is_image(path: str) -> bool:
-    try:
-        with Image.open(path) as image:
-            image.load()
-    # Decoders raise OSError, SyntaxError, ValueError, struct.error, ... on invalid files.
-    except Exception:
-        return False
-    return True
+    found = []
+    for path, _, _ in versions:
+        try:
+            with Image.open(path) as image:
+                image.load()
+        # Decoders raise OSError, SyntaxError, ValueError, struct.error, ... on invalid files.
+        except Exception:
+            found.append(path)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
-from comparison.spec.seeds import seed_of
+from comparison.spec.run_spec import seed_of
 
 Augmentation = Literal["none", "shift", "crop-flip"]
 SHIFT = 2
@@ -22,14 +23,10 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 class Source:
     """The images of a dataset. Its methods do not affect the global random generators."""
 
-    read: Callable[[int], Tensor]
-    """An image in its own size: uint8, or float32, which is used as is."""
-    shape: tuple[int, int, int]
-    """(C, H, W) of the images."""
-    fit: Any
-    """The transform to this size."""
-    augment: Any = None
-    """The transform for training, from an image as it is read; None uses `fit`."""
+    read: Callable[[int], Tensor]  # an image in its own size: uint8, or float32, which is used as is
+    shape: tuple[int, int, int]  # (C, H, W) of the images
+    fit: Any  # the transform to this size
+    augment: Any = None  # the transform for training, from an image as it is read; None uses `fit`
     statistics: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
     """Mean and standard deviation of the channels, for pixels in [0, 1]; for uint8."""
 
@@ -64,7 +61,7 @@ def stored(
     side = side or own
     fit = v2.Identity() if side == own else v2.Resize([side, side], antialias=True)
     augment = None if augmentation == "none" else v2.Compose([fit, *_moved(augmentation, side, fill)])
-    return Source(_Stored(x_NCHW), (channels, side, side), fit, augment, **statistics)
+    return Source(x_NCHW.__getitem__, (channels, side, side), fit, augment, **statistics)
 
 
 def files(paths: tuple[str, ...], side: int, augmentation: Augmentation) -> Source:
@@ -78,7 +75,13 @@ def files(paths: tuple[str, ...], side: int, augmentation: Augmentation) -> Sour
         "shift": v2.Compose([fit, *_moved("shift", side, 0)]),
         "crop-flip": v2.Compose([v2.RandomResizedCrop(side), v2.RandomHorizontalFlip()]),
     }[augmentation]
-    return Source(_Files(paths), (3, side, side), fit, augment, IMAGENET)
+    return Source(partial(_file, paths), (3, side, side), fit, augment, IMAGENET)
+
+
+def _file(paths: tuple[str, ...], index: int) -> Tensor:
+    with Image.open(paths[index]) as image:
+        x_CHW: Tensor = v2.functional.pil_to_tensor(image.convert("RGB"))
+    return x_CHW
 
 
 def _moved(augmentation: Augmentation, side: int, fill: float) -> list[v2.Transform]:
@@ -86,21 +89,3 @@ def _moved(augmentation: Augmentation, side: int, fill: float) -> list[v2.Transf
     if augmentation == "shift":
         return [v2.RandomCrop(side, padding=SHIFT, fill=fill)]
     return [v2.RandomCrop(side, padding=max(1, side // 8), fill=fill), v2.RandomHorizontalFlip()]
-
-
-@dataclass(frozen=True, eq=False)
-class _Stored:
-    x_NCHW: Tensor
-
-    def __call__(self, index: int) -> Tensor:
-        return self.x_NCHW[index]
-
-
-@dataclass(frozen=True)
-class _Files:
-    paths: tuple[str, ...]
-
-    def __call__(self, index: int) -> Tensor:
-        with Image.open(self.paths[index]) as image:
-            x_CHW: Tensor = v2.functional.pil_to_tensor(image.convert("RGB"))
-        return x_CHW

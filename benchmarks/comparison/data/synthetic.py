@@ -32,17 +32,11 @@ from torch import Tensor
 
 from comparison.data.sources import stored
 from comparison.data.task import DataError, Task
-from comparison.spec.run_spec import Data
-from comparison.spec.seeds import generator
+from comparison.spec.run_spec import Data, generator
 
-CLASSES = 8
-SIZE = 32
-MIN_SIZE = 16
-POOL, TEST = 4000, 1024
-AMPLITUDE = 0.28
-CYCLES = 4
-INK = 3.0
-SIDE = 5
+CLASSES, POOL, TEST = 8, 4000, 1024
+SIZE, MIN_SIZE, SIDE = 32, 16, 5
+AMPLITUDE, CYCLES, INK = 0.28, 4, 3.0
 _GLYPHS = """
     #####  #...#  ..#..  #####  #....  .###.  ..#..  ##.##
     ..#..  .#.#.  ..#..  ....#  #....  #...#  .#.#.  ##.##
@@ -58,18 +52,20 @@ class CueImages(NamedTuple):
     x_N1HW: Tensor
     y_N: Tensor
     has_glyph_N: Tensor
-    place_N2: Tensor
-    """Row and column of the glyph's top-left pixel, even if the glyph is omitted."""
+    place_N2: Tensor  # row and column of the glyph's top-left pixel, even if the glyph is omitted
 
 
 def load(data: Data) -> Task:
-    """Generate the images.
-
-    Raises:
-        DataError: The images are too small, or `crop-flip` is used, which maps a class to another one.
-    """
-    _check(data)
+    """Generate the images."""
     size = data.image_size or SIZE
+    if size < MIN_SIZE:
+        raise DataError(f"image_size={size} is too small for {data.name!r}.", f"minimum: {MIN_SIZE}")
+    if data.augmentation == "crop-flip":
+        raise DataError(
+            f"augmentation='crop-flip' changes the class of {data.name!r} images: the flip mirrors the orientation of "
+            "the wave.",
+            "use 'shift' or 'none'",
+        )
     pool, test = generate(POOL, size, "pool", without=False), generate(TEST, size, "test", without=True)
     source = stored(torch.cat([pool.x_N1HW, test.x_N1HW]), size, data.augmentation)
     labels_N, every = torch.cat([pool.y_N, test.y_N]), torch.arange(POOL + TEST)
@@ -103,14 +99,3 @@ def generate(count: int, size: int, stream: str, without: bool) -> CueImages:
         top, left = place_N2[i].tolist()
         x_N1HW[i, 0, top : top + SIDE, left : left + SIDE] = patterns[y_N[i]]
     return CueImages(x_N1HW, y_N, has_N, place_N2)
-
-
-def _check(data: Data) -> None:
-    if data.image_size is not None and data.image_size < MIN_SIZE:
-        raise DataError(f"image_size={data.image_size} is too small for {data.name!r}.", f"minimum: {MIN_SIZE}")
-    if data.augmentation == "crop-flip":
-        raise DataError(
-            f"augmentation='crop-flip' changes the class of {data.name!r} images: the flip mirrors the orientation of "
-            "the wave.",
-            "use 'shift' or 'none'",
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from comparison.data import strata
 from comparison.data.sources import Source
-from comparison.spec.seeds import generator
+from comparison.spec.run_spec import generator
 
 
 class DataError(ValueError):
@@ -22,13 +22,11 @@ class DataError(ValueError):
 
 
 class Split(NamedTuple):
-    """Disjoint sets of indices in ascending order."""
+    """Disjoint sets of indices in ascending order; validation and test are the same for every seed."""
 
     train: Tensor
     validation: Tensor
-    """The same for every seed."""
     test: Tensor
-    """The same for every seed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,20 +35,15 @@ class Task:
 
     name: str
     classes: int
-    labels_N: Tensor
-    """Labels of all images, int64."""
-    pool: Tensor
-    """Indices of the images that are not test images."""
+    labels_N: Tensor  # of all images, int64
+    pool: Tensor  # indices of the images that are not test images
     test: Tensor
     source: Source
-    label_noise: float = 0.0
-    """Fraction of wrong training labels."""
-    skipped: tuple[str, ...] = ()
-    """Unreadable files that are skipped."""
+    label_noise: float = 0.0  # fraction of wrong training labels
+    skipped: tuple[str, ...] = ()  # unreadable files
     test_sets: Mapping[str, Tensor] = field(default_factory=dict)
     """Test sets with separate results, as bool masks over `test`; empty for a single one."""
-    sha256: str = ""
-    """SHA-256 of the image files, if they were read."""
+    sha256: str = ""  # of the image files, if they were read
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -58,25 +51,24 @@ class Task:
         return self.source.shape
 
     def split(self, train_size: int | None, validation_size: int | None, seed: int) -> Split:
-        """Return the seed's training set with the shared validation and test sets.
+        """Return the seed's training set, balanced over classes, with the shared, stratified validation and test sets.
 
-        Args:
-            train_size: Number of training images, balanced over classes; None uses all images that are not for
-                validation.
-            validation_size: Number of validation images, stratified; None uses a fifth of the pool.
-            seed: Seed of the training set.
-
-        Raises:
-            DataError: There are too few images.
+        Without a size, a fifth of the pool is for validation, and all that remains for training.
         """
         validation = self._validation(validation_size)
-        rest = strata.without(self.pool, validation)
-        self._check_train_size(train_size, len(rest), len(validation))
+        rest = self.pool[~torch.isin(self.pool, validation)]
         if train_size is None:
             return Split(rest, validation, self.test)
+        if not self.classes <= train_size <= len(rest):
+            raise DataError(
+                f"train_size={train_size} is out of range: {self.name!r} has {len(rest):,} images of {self.classes} "
+                f"classes besides the test images and {len(validation):,} validation images.",
+                f"allowed: {self.classes} (one per class) to {len(rest)}, or none for all",
+                *(["or reduce validation_size"] if train_size > len(rest) else []),
+            )
         draws = generator(seed, "train")
-        counts = strata.even(strata.per_class(rest, self.labels_N, self.classes), train_size, draws)
-        return Split(strata.drawn(rest, self.labels_N, counts, draws), validation, self.test)
+        counts = _even(per_class(rest, self.labels_N, self.classes), train_size, draws)
+        return Split(_drawn(rest, self.labels_N, counts, draws), validation, self.test)
 
     def training_labels(self, indices_B: Tensor, seed: int) -> Tensor:
         """The labels of a training set, with label noise.
@@ -93,7 +85,7 @@ class Task:
         return labels_B
 
     def _validation(self, size: int | None) -> Tensor:
-        available = strata.per_class(self.pool, self.labels_N, self.classes)
+        available = per_class(self.pool, self.labels_N, self.classes)
         most = sum(max(0, have - 1) for have in available)
         size = len(self.pool) // 5 if size is None else size
         if not most:
@@ -108,27 +100,13 @@ class Task:
                 "images.",
                 f"allowed: 1 to {most}, which leaves one training image of each class",
             )
-        draws = generator(0, "validation")
-        return strata.drawn(self.pool, self.labels_N, strata.proportional(available, size), draws)
-
-    def _check_train_size(self, size: int | None, most: int, validation: int) -> None:
-        if size is not None and not self.classes <= size <= most:
-            raise DataError(
-                f"train_size={size} is out of range: {self.name!r} has {most:,} images of {self.classes} classes "
-                f"besides the test images and {validation:,} validation images.",
-                f"allowed: {self.classes} (one per class) to {most}, or none for all",
-                *(["or reduce validation_size"] if size > most else []),
-            )
+        return _drawn(self.pool, self.labels_N, _proportional(available, size), generator(0, "validation"))
 
 
 def hold_out(name: str, labels_N: Tensor, classes: Sequence[str], size: int, *fixes: str) -> tuple[Tensor, Tensor]:
-    """Split a dataset without a test set into a pool and `size` stratified test images, always the same ones.
-
-    Raises:
-        DataError: A class has fewer than two images; `fixes` are further remedies.
-    """
+    """Split a dataset without a test set into a pool and `size` stratified test images, always the same ones."""
     every = torch.arange(len(labels_N))
-    available = strata.per_class(every, labels_N, len(classes))
+    available = per_class(every, labels_N, len(classes))
     if min(available) < 2:
         alone = ", ".join(repr(one) for one, have in zip(classes, available, strict=True) if have < 2)
         raise DataError(
@@ -136,5 +114,42 @@ def hold_out(name: str, labels_N: Tensor, classes: Sequence[str], size: int, *fi
             "add images or remove the class",
             *fixes,
         )
-    test = strata.drawn(every, labels_N, strata.proportional(available, size), generator(0, "test"))
-    return strata.without(every, test), test
+    test = _drawn(every, labels_N, _proportional(available, size), generator(0, "test"))
+    return every[~torch.isin(every, test)], test
+
+
+def per_class(indices: Tensor, labels_N: Tensor, classes: int) -> list[int]:
+    """The number of these images in each class."""
+    counts: list[int] = labels_N[indices].bincount(minlength=classes).tolist()
+    return counts
+
+
+def _even(available: Sequence[int], size: int, draws: torch.Generator) -> list[int]:
+    """Class counts of a balanced sample: equal up to one, drawn at random, and limited by the available images."""
+
+    def filled(level: int) -> int:
+        return sum(min(have, level) for have in available)
+
+    level = bisect_right(range(max(available) + 1), size, key=filled) - 1
+    counts, able = [min(have, level) for have in available], [c for c, have in enumerate(available) if have > level]
+    for i in torch.randperm(len(able), generator=draws)[: size - filled(level)].tolist():
+        counts[able[i]] += 1
+    return counts
+
+
+def _proportional(available: Sequence[int], size: int) -> list[int]:
+    """Class counts of a proportional sample that leaves at least one image of each class."""
+    total, room = sum(available), [max(0, have - 1) for have in available]
+    counts = [min(size * have // total, most) for have, most in zip(available, room, strict=True)]
+    while sum(counts) < size:
+        able = [c for c, most in enumerate(room) if counts[c] < most]
+        counts[max(able, key=lambda c: size * available[c] - counts[c] * total)] += 1
+    return counts
+
+
+def _drawn(indices: Tensor, labels_N: Tensor, counts: Sequence[int], draws: torch.Generator) -> Tensor:
+    """Draw `counts` images of each class from `indices`; returns ascending indices."""
+    shuffled = indices[torch.randperm(len(indices), generator=draws)]
+    by_class = shuffled[labels_N[shuffled].argsort(stable=True)]
+    of_classes = torch.split(by_class, per_class(indices, labels_N, len(counts)))
+    return torch.cat([of_class[:count] for of_class, count in zip(of_classes, counts, strict=True)]).sort().values

@@ -17,6 +17,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from comparison.engines import work
 from comparison.engines.store import Store
+from comparison.engines.work import store_record
 from comparison.run.record import Record
 from comparison.spec.run_spec import Run
 
@@ -49,15 +50,6 @@ def train(runs: Sequence[Run], job: work.Job, store: Store, scratch: Path, worke
     finally:
         pool.stop()  # type: ignore[no-untyped-call]
         pool.join()
-
-
-def store_record(store: Store, record: Record) -> Record:
-    """Store a record and return it, or return a failed record if that is not possible."""
-    try:
-        store.add(record)
-    except (OSError, ValueError) as error:
-        return work.failed(Run.model_validate(record.spec), work.failure_of(error))
-    return record
 
 
 def _train(run: Run, job: work.Job, store: Store, scratch: Path) -> Record | None:

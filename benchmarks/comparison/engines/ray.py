@@ -14,7 +14,6 @@ from typing import Any
 
 import hookdrop
 from comparison.engines import work
-from comparison.engines.local import store_record
 from comparison.engines.store import Store
 from comparison.run.record import Record
 from comparison.spec.run_spec import Run
@@ -36,18 +35,8 @@ def train(
     """Yield the record of each run when it finishes: a Ray task with one CPU, and one GPU for `cuda`.
 
     Only this process writes the store. Cluster workers receive the code with the tasks. Data and scratch are paths, so
-    either they refer to a shared file system, or each node uses its own files.
-
-    Args:
-        runs: The runs.
-        job: Trains one run.
-        store: The store of records.
-        scratch: The folder for checkpoints.
-        workers: The number of CPUs if Ray starts on this machine. A cluster uses all its CPUs.
-        address: Address of a cluster, as printed by `ray start`; None starts Ray on this machine.
-
-    Raises:
-        EngineError: Ray is not installed, or the cluster cannot be reached or started.
+    either they refer to a shared file system, or each node uses its own files. `address` is that of a cluster, as
+    printed by `ray start`, which uses all its CPUs; None starts Ray on this machine with `workers` CPUs.
     """
     try:
         import ray
@@ -65,7 +54,7 @@ def train(
         while running:
             done, _ = ray.wait(list(running))
             for reference in done:
-                yield store_record(store, _record(ray, reference, running.pop(reference)))
+                yield work.store_record(store, _record(ray, reference, running.pop(reference)))
 
 
 def _record(ray: Any, reference: Any, run: Run) -> Record:
@@ -94,20 +83,24 @@ def _train(run: Run, job: work.Job, scratch: Path, folder: str) -> Record:
 
 @contextmanager
 def _cluster(ray: Any, address: str | None, workers: int) -> Iterator[None]:
-    """Connect to the cluster or start Ray; keep an existing connection."""
-    if ray.is_initialized():
-        yield
-        return
+    """Connect to the cluster or start Ray."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     settings: dict[str, Any]
     if address is None:
         env: dict[str, Any] = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
         settings = {"address": "local", "num_cpus": workers, "include_dashboard": False, "runtime_env": env}
+        hint = "  use --engine local."
     else:
         code = str(Path(hookdrop.__file__).parent)
         env = {"working_dir": str(BENCHMARKS), "excludes": ["results", "**/__pycache__"], "py_modules": [code]}
         settings = {"address": address, "runtime_env": env}
+        hint = (
+            "  check its status:          ray status\n"
+            "  start a cluster:           ray start --head\n"
+            "  use this machine instead:  omit --address\n"
+            "  If the cluster uses token authentication, set RAY_AUTH_MODE=token and the token here too."
+        )
     try:
         host, _, port = (address or "").rpartition("://")[2].rpartition(":")
         if port.isdigit():
@@ -115,16 +108,8 @@ def _cluster(ray: Any, address: str | None, workers: int) -> Iterator[None]:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init(logging_level="error", log_to_driver=False, **settings)
     except (ConnectionError, ValueError, RuntimeError, OSError, ray.exceptions.RayError) as error:
-        raise work.EngineError(
-            f"cannot reach a Ray cluster at {address}: {error}\n"
-            "  check its status:          ray status\n"
-            "  start a cluster:           ray start --head\n"
-            "  use this machine instead:  omit --address\n"
-            "  If the cluster uses token authentication, set RAY_AUTH_MODE=token and the token here too.\n"
-            "Nothing was trained."
-            if address
-            else f"cannot start Ray on this machine: {error}\n  use --engine local.\nNothing was trained."
-        ) from error
+        what = f"cannot reach a Ray cluster at {address}" if address else "cannot start Ray on this machine"
+        raise work.EngineError(f"{what}: {error}\n{hint}\nNothing was trained.") from error
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
-"""A folder with one file for each finished run; the name of the file is the run's key."""
+"""The output folder of a comparison, with one file for each finished run; the name of the file is the run's key."""
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import os
@@ -9,11 +10,18 @@ import zipfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from typing import Any, Self
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from comparison.run.record import Failure, Record
+from comparison.spec.config import Config
+from comparison.spec.run_spec import ConfigError
+
+# Settings that may change between sessions: they affect neither runs nor results.
+_MAY_CHANGE = ("title", "timing")
 
 
 class StoreError(Exception):
@@ -27,18 +35,11 @@ class Store:
     path: Path
 
     def add(self, record: Record) -> None:
-        """Store a record. It is on disk when this returns.
-
-        Raises:
-            OSError: The file cannot be written, for example because the disk is full. The store is unchanged.
-            ValueError: The record has a number that is not finite.
-        """
+        """Store a record. It is on disk when this returns."""
         fields: dict[str, Any] = {name: value for name, value in vars(record).items() if name != "images"}
         fields["failure"] = record.failure and asdict(record.failure)
-        file = io.BytesIO()
-        np.savez_compressed(
-            file, allow_pickle=False, record=np.array(json.dumps(fields, allow_nan=False)), **record.images
-        )
+        file, text = io.BytesIO(), json.dumps(fields, allow_nan=False)
+        np.savez_compressed(file, allow_pickle=False, record=np.array(text), **record.images)
         replace_file(self._file(record.key), file.getvalue())
 
     def get(self, key: str) -> Record | None:
@@ -46,16 +47,27 @@ class Store:
         return self.records([key]).get(key)
 
     def records(self, keys: Iterable[str] | None = None) -> dict[str, Record]:
-        """All records by their keys, or those of the given runs.
-
-        Raises:
-            StoreError: A file is damaged.
-        """
+        """All records by their keys, or those of the given runs."""
         paths = sorted(self.path.glob("[!.]*.npz")) if keys is None else map(self._file, keys)
         return {path.stem: _read(path) for path in paths if path.exists()}
 
     def _file(self, key: str) -> Path:
         return self.path / f"{key}.npz"
+
+
+def _read(path: Path) -> Record:
+    try:
+        # From memory, because NumPy leaves a damaged file open.
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
+            images = dict(arrays)
+        fields = json.loads(str(images.pop("record")))
+    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise StoreError(
+            f"cannot read {path}: {error}.\n  delete the file: the next start trains the run again.\n"
+            "Stored runs are unchanged."
+        ) from error
+    failure = fields.pop("failure")
+    return replace(Record(**fields), images=images, failure=failure and Failure(**failure))
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -76,16 +88,71 @@ def replace_file(path: Path, content: bytes) -> None:
         os.close(folder)
 
 
-def _read(path: Path) -> Record:
-    try:
-        # From memory, because NumPy leaves a damaged file open.
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
-            images = dict(arrays)
-        fields = json.loads(str(images.pop("record")))
-    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise StoreError(
-            f"cannot read {path}: {error}.\n  delete the file: the next start trains the run again.\n"
-            "Stored runs are unchanged."
-        ) from error
-    failure = fields.pop("failure")
-    return replace(Record(**fields), images=images, failure=failure and Failure(**failure))
+class Folder:
+    """All files of a comparison, used by one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the folder if needed, and lock it."""
+        self.path, self.store = path, Store(path.absolute() / "runs")
+        self.report, self.summary = path / "report.html", path / "summary.json"
+        self.costs, self.checkpoints = path / "costs.json", path / "checkpoints"
+        self._plan, self._lock = path / "comparison.json", FileLock(path / "lock")
+        try:
+            self.store.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise StoreError(
+                f"{path} is in use by another comparison.\n"
+                "  wait for it, stop it, or choose another folder with --out.\nNothing was trained."
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"--out: cannot write to {path}: {error.strerror or error}.\n"
+                "  choose another folder: --out runs/mine\nNothing was trained."
+            ) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def claim(self, config: Config, amend: str | None) -> list[str]:
+        """Claim the folder for this comparison, and record its configuration before the first run.
+
+        The configuration, including the number of seeds, is fixed in advance. A changed configuration is rejected, or
+        recorded with its reason as an amendment, which the report shows.
+
+        Returns:
+            All amendments.
+        """
+        requested = {name: value for name, value in config.model_dump(mode="json").items() if name not in _MAY_CHANGE}
+        plan: dict[str, Any] = {"config": requested, "amendments": []}
+        if self._plan.exists():
+            try:
+                plan |= json.loads(self._plan.read_text())
+            except (OSError, ValueError, TypeError):
+                raise ConfigError(
+                    f"cannot read {self._plan}, so the comparison in this folder is unknown.\n"
+                    "  restore the file, or use another folder: --out runs/other\nNothing was trained."
+                ) from None
+        stored = plan["config"]
+        if changed := [name for name in requested if requested[name] != stored.get(name)]:
+            if amend is None:
+                both = {name: (json.dumps(stored.get(name)), json.dumps(requested[name])) for name in changed}
+                shown = (
+                    f"  {name}: stored {shorten(a, 200)}, requested {shorten(b, 200)}\n"
+                    for name, (a, b) in both.items()
+                )
+                raise ConfigError(
+                    f"{self.path} holds another comparison; its configuration was fixed before the first run:\n"
+                    f"{''.join(shown)}"
+                    "  use another folder:                   --out runs/other\n"
+                    "  amend it (shown in the report):       --amend 'the reason'\nNothing was trained."
+                )
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
+            runs = len(self.store.records())
+            plan["amendments"].append(f"{now}, after {runs} runs, {', '.join(changed)} changed: {amend}")
+            plan["config"] = requested
+        replace_file(self._plan, json.dumps(plan, indent=1).encode())
+        return list(plan["amendments"])

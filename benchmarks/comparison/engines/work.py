@@ -1,4 +1,4 @@
-"""Train a run in a worker process. Failures become records, so that the other runs continue."""
+"""Train the runs that are not in the store. Failures become records, so that the other runs continue."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ import gc
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
 import hookdrop
-from comparison.run.environment import environment
-from comparison.run.record import Failure, Kind, Record
+from comparison.engines.store import Store
+from comparison.run.record import Failure, Kind, Record, environment
+from comparison.run.training import checkpoint_path, execute
 from comparison.spec.run_spec import Run
+from comparison.spec.study import Tunings
+from comparison.spec.tuning import Search
 
 Job = Callable[[Run, Path], Record]
 """Trains one run, with a folder for its checkpoints; must be picklable."""
-
-FRAMES = 4
-LONGEST = 2000
+Engine = Callable[[Sequence[Run], Job, Store, Path], Iterator[Record]]
+"""Trains runs with a job, and yields the record of each when it finishes, including failed runs."""
+Watch = Callable[[int, str], AbstractContextManager[Callable[[Record], None]]]
+"""Displays progress, given the number of runs and a title: its callback takes each finished record."""
+FRAMES, LONGEST = 4, 2000
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
 # `torch.save` raises the last two without the cause.
 _NO_ROOM = ("no space left on device", "failed writing file", "unexpected pos ")
@@ -34,6 +40,46 @@ class EngineError(Exception):
     """The engine cannot run; nothing was trained."""
 
 
+@dataclass
+class Runner:
+    """Trains missing runs, and collects the records of all requested ones, including tuning."""
+
+    store: Store
+    engine: Engine
+    scratch: Path
+    watch: Watch
+    retry: bool = False  # also failures that are not transient, after the user fixed their cause
+    requested: dict[str, Record] = field(default_factory=dict)
+
+    def ensure(self, runs: Sequence[Run], title: str) -> Mapping[str, Record]:
+        """Train the missing runs, and return the record of each run by its key."""
+        wanted = {run.key: run for run in runs}
+        found = self.store.records(wanted)
+        for again in (False, True):
+            missing = [run for key, run in wanted.items() if self._should_train(found.get(key), again)]
+            if not missing:
+                continue
+            with self.watch(len(missing), f"{title}, once more after a kill" if again else title) as advance:
+                for record in self.engine(missing, execute, self.store, self.scratch):
+                    found[record.key] = record
+                    advance(record)
+                    if record.done:
+                        checkpoint_path(self.scratch, record.key).unlink(missing_ok=True)
+        self.requested |= found
+        return found
+
+    def _should_train(self, record: Record | None, again: bool) -> bool:
+        if record is None or record.failure is None:
+            return record is None
+        return record.failure.kind == "killed" if again else self.retry or record.failure.transient
+
+    def tune(self, searches: Mapping[tuple[str, str], Search]) -> Tunings:
+        """Run all searches."""
+        records = self.ensure([run for search in searches.values() for run in search.runs()], "Tuning")
+        losses = {key: record.outcome["nll"] if record.outcome else None for key, record in records.items()}
+        return {arm: search.result(losses) for arm, search in searches.items()}
+
+
 def prepare() -> None:
     """Prepare a worker process: one thread, and warnings of hookdrop are errors."""
     torch.set_num_threads(1)
@@ -42,7 +88,7 @@ def prepare() -> None:
 
 def guarded(job: Job, run: Run, scratch: Path) -> Record:
     """Run the job; return a failed record if it raises. KeyboardInterrupt is not caught."""
-    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+    started, clock = _now(), time.perf_counter()
     try:
         return job(run, scratch)
     except (Exception, SystemExit) as error:
@@ -54,28 +100,41 @@ def guarded(job: Job, run: Run, scratch: Path) -> Record:
     return replace(failed(run, failure), started=started, seconds=time.perf_counter() - clock)
 
 
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def failed(run: Run, failure: Failure) -> Record:
     """A failed record."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return Record(run.key, run.model_dump(mode="json"), failure=failure, environment=environment(), started=now)
+    return Record(run.key, run.model_dump(mode="json"), failure=failure, environment=environment(), started=_now())
 
 
 def killed(run: Run, how: object) -> Record:
     """The record of a run whose worker process ended."""
-    return failed(
-        run,
-        Failure(
-            "killed",
-            f"the worker process ended: {how}.\n"
-            "  The usual cause is too little memory (see `dmesg`): use fewer --workers.\n"
-            "The next start of the comparison retries the run.",
-        ),
+    text = (
+        f"the worker process ended: {how}.\n"
+        "  The usual cause is too little memory (see `dmesg`): use fewer --workers.\n"
+        "The next start of the comparison retries the run."
     )
+    return failed(run, Failure("killed", text))
+
+
+def store_record(store: Store, record: Record) -> Record:
+    """Store a record and return it, or return a failed record if that is not possible."""
+    try:
+        store.add(record)
+    except (OSError, ValueError) as error:
+        return failed(Run.model_validate(record.spec), failure_of(error))
+    return record
 
 
 def failure_of(error: BaseException) -> Failure:
     """Classify an exception by the first known kind in its chain of causes; the message ends with stack frames."""
-    chain = list(_chain(error))
+    chain = [error]
+    while (
+        cause := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__)
+    ) is not None:
+        chain.append(cause)
     kinds = [kind for each in chain if (kind := _kind(each)) != "error"]
     frames = traceback.extract_tb(chain[-1].__traceback__)[-FRAMES:]
     where = "".join(f"\n  {'/'.join(Path(at.filename).parts[-2:])}:{at.lineno} in {at.name}" for at in frames)
@@ -83,24 +142,13 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(kinds[0] if kinds else "error", text + where)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
-
-
 def _kind(error: BaseException) -> Kind:
-    text = str(error).lower()
-    number = error.errno if isinstance(error, OSError) else None
+    text, number = str(error).lower(), error.errno if isinstance(error, OSError) else None
+    no_memory = isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
     if isinstance(error, FloatingPointError):
         return "nan"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or number == errno.ENOMEM:
-        return "memory"
-    if isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or number == errno.ENOMEM or no_memory:
         return "memory"
     if number in _DISK_CODES or any(words in text for words in _NO_ROOM):
         return "disk"
-    if isinstance(error, RuntimeError) and "dataloader worker" in text:
-        return "killed"
-    return "error"
+    return "killed" if isinstance(error, RuntimeError) and "dataloader worker" in text else "error"

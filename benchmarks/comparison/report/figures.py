@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from comparison.analysis.schema import BETTER, TITLES, ArmSummary, Band, Difference, Metric
-from comparison.analysis.text import UNCLEAR
 
 WIDTH, HEIGHT, ROW = 340, 260, 48
 """In pixels; the width fits a phone, where text keeps its 14 pixels."""
@@ -30,38 +29,28 @@ SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "comparison",
     "font.size": 14,
-    "text.color": TEXT,
-    "axes.edgecolor": TEXT,
-    "axes.labelcolor": TEXT,
-    "xtick.color": TEXT,
-    "ytick.color": TEXT,
     "grid.color": GRID,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.formatter.useoffset": False,
-    "text.parse_math": False,
-    "path.simplify": False,
-    "legend.frameon": False,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.formatter.useoffset"), False),
+    **dict.fromkeys(("text.parse_math", "path.simplify", "legend.frameon"), False),
 }
 
 
 def differences(found: dict[str, Difference], metric: Metric, ident: str, none: str) -> Markup:
     """Differences from none: a dot for each seed, the mean with the intervals over seeds, and over images too."""
     with mpl.rc_context(SETTINGS):
-        figure, axes = _figure(ROW * len(found) + 80)
+        figure = _figure(ROW * len(found) + 80)
+        axes = figure.subplots()
         axes.axvline(0, color=TEXT, lw=1)
         for y, (name, one) in enumerate(found.items()):
-            clear, better = one.verdict != UNCLEAR, (one.verdict == "above") == (BETTER[metric] > 0)
-            color = MUTED if not clear else GOOD if better else BAD
-            axes.plot(
-                one.values, [y + 0.05 + 0.07 * (i % 3) for i in range(len(one.values))], ".", color=color, alpha=0.6
-            )
+            color = MUTED if not one.clear else GOOD if one.better(metric) else BAD
+            dots = [y + 0.05 + 0.07 * (i % 3) for i in range(len(one.values))]
+            axes.plot(one.values, dots, ".", color=color, alpha=0.6)
             axes.plot([one.low_images, one.high_images], [y + 0.34] * 2, color=color, lw=1)
             axes.plot([one.low, one.high], [y + 0.34] * 2, color=color, lw=3.5)
             # A filled marker: distinguished from none, so that the color is not the only sign.
-            axes.plot(one.mean, y + 0.34, "D", color=color, mfc=color if clear else "none", ms=7)
+            axes.plot(one.mean, y + 0.34, "D", color=color, mfc=color if one.clear else "none", ms=7)
             axes.text(0, y - 0.18, _short(name), transform=axes.get_yaxis_transform(), fontsize=13)
         axes.set(ylim=(len(found) - 0.4, -0.6), yticks=[])
         axes.spines["left"].set_visible(False)
@@ -79,7 +68,8 @@ def curves(arms: Sequence[ArmSummary], what: str, ident: str, label: str, x: str
     if not drawn:
         return None
     with mpl.rc_context(SETTINGS):
-        figure, axes = _figure(HEIGHT + 19 * len(drawn))
+        figure = _figure(HEIGHT + 19 * len(drawn))
+        axes = figure.subplots()
         for i, arm, band in drawn:
             _line(axes, i, arm.name, band.x, band.median)
             axes.fill_between(band.x, band.low, band.high, color=_color(i), alpha=0.14, lw=0)
@@ -100,7 +90,7 @@ def calibration(arms: Sequence[ArmSummary], ident: str) -> Markup | None:
     if not drawn:
         return None
     with mpl.rc_context(SETTINGS):
-        figure = Figure(figsize=(WIDTH / 72, (380 + 19 * len(drawn)) / 72), layout="constrained")
+        figure = _figure(380 + 19 * len(drawn))
         axes, counts = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
         axes.plot((0, 1), (0, 1), color=TEXT, lw=1)
         for i, arm in drawn:
@@ -114,9 +104,8 @@ def calibration(arms: Sequence[ArmSummary], ident: str) -> Markup | None:
         return inline(figure, ident, "accuracy over confidence, and the images per bin, one line per arm")
 
 
-def _figure(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
-    return figure, figure.subplots()
+def _figure(height: float) -> Figure:
+    return Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
 
 
 def _line(axes: Axes, i: int, name: str, x: Sequence[float], y: Sequence[float]) -> None:

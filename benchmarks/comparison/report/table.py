@@ -1,37 +1,35 @@
-"""The terminal table of a cell."""
+"""The terminal's view of a comparison: the table of a cell, and the progress of the runs."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from rich import box
+from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 
 from comparison.analysis.schema import DECIMALS, METRICS, ArmSummary, Cell, Metric
 from comparison.analysis.text import interval_text
+from comparison.run.record import Record
+from program import say
 
-WIDTH = 130
+WIDTH, LINES, NOTHING = 130, 10, "-"
 COLUMNS = (
-    "arm",
-    "rate\n",
-    "asked\n",
-    "dropped\n± 95 %",
-    "accuracy\n%",
-    "NLL\nnats",
-    "ECE\n%",
-    "accuracy - none\n[95 %], points",
-    "NLL - none\n[95 %], nats",
-    "Holm's p\nacc. / NLL",
-    "time\n/ none",
+    *("rate\n", "asked\n", "dropped\n± 95 %", "accuracy\n%", "NLL\nnats", "ECE\n%"),
+    *("accuracy - none\n[95 %], points", "NLL - none\n[95 %], nats", "Holm's p\nacc. / NLL", "time\n/ none"),
 )
 DIFFERENCES: tuple[Metric, ...] = ("accuracy", "nll")
-NOTHING = "-"
 
 
 def table(cell: Cell) -> Table:
     """Two lines per arm, at most `WIDTH` columns; long names are folded."""
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, title=escape(cell.title))
-    shown.add_column(COLUMNS[0], overflow="fold", min_width=20)
-    for column in COLUMNS[1:]:
+    shown.add_column("arm", overflow="fold", min_width=20)
+    for column in COLUMNS:
         shown.add_column(column, justify="right", no_wrap=True)
     for arm in cell.arms:
         shown.add_row(*_row(arm))
@@ -39,23 +37,38 @@ def table(cell: Cell) -> Table:
 
 
 def _row(arm: ArmSummary) -> list[str]:
-    against = arm.against_none
-    row = [escape(arm.name), _number(arm.rate_at_end, ".3g"), _number(arm.asked, ".3f"), _dropped(arm)]
-    row += [_number(arm.means.get(metric), f".{DECIMALS[metric]}f") for metric in METRICS]
-    row += [
-        interval_text(against[metric], metric).replace(" ", "\n", 1) if against else NOTHING for metric in DIFFERENCES
+    def number(value: float | None, form: str) -> str:
+        return NOTHING if value is None else format(value, form)
+
+    found = [arm.against_none[metric] for metric in DIFFERENCES] if arm.against_none else []
+    intervals = [interval_text(one, of).replace(" ", "\n", 1) for one, of in zip(found, DIFFERENCES, strict=False)]
+    return [
+        escape(arm.name),
+        number(arm.rate_at_end, ".3g"),
+        number(arm.asked, ".3f"),
+        number(arm.dropped, ".3f") + ("" if arm.dropped_half is None else f" ± {arm.dropped_half:.3f}"),
+        *(number(arm.means.get(metric), f".{DECIMALS[metric]}f") for metric in METRICS),
+        *(intervals or [NOTHING] * 2),
+        " / ".join(f"{one.p_holm:.3f}" for one in found if arm.compared) or NOTHING,
+        f"{arm.time.median:.2f}x" if arm.time else NOTHING,
     ]
-    corrected = against and arm.kind not in ("control", "reference")
-    row.append(
-        " / ".join(f"{against[metric].p_holm:.3f}" for metric in DIFFERENCES) if against and corrected else NOTHING
-    )
-    return [*row, f"{arm.time.median:.2f}x" if arm.time else NOTHING]
 
 
-def _dropped(arm: ArmSummary) -> str:
-    half = "" if arm.dropped_half is None else f" ± {arm.dropped_half:.3f}"
-    return _number(arm.dropped, ".3f") + half
+@contextmanager
+def watch(console: Console, total: int, title: str) -> Iterator[Callable[[Record], None]]:
+    """Yield a callback for finished runs: a progress bar; in a pipe, a line for every 10 % of the runs."""
+    say(console, f"{title}: {total} runs")
+    failed, done, started = 0, 0, time.perf_counter()
+    with Progress(*Progress.get_default_columns(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
 
+        def advance(record: Record) -> None:
+            nonlocal failed, done
+            failed, done = failed + (not record.done), done + 1
+            bar.update(task, completed=done, description=f"{title} ({failed} failed)" if failed else title)
+            # 10 % need not be an integer number of runs.
+            if not console.is_terminal and done * LINES // total > (done - 1) * LINES // total:
+                note = f" ({failed} failed)" if failed else ""
+                say(console, f"{done} of {total} runs{note} after {(time.perf_counter() - started) / 60:.1f} minutes")
 
-def _number(value: float | None, form: str) -> str:
-    return NOTHING if value is None else format(value, form)
+        yield advance

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import hookdrop
 
 Footprint = tuple[type, str, list[str]]
-"""Class, repr and state_dict keys of a model."""
 _HOOK_TABLES = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
 
@@ -24,33 +23,27 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return sha.hexdigest()
 
 
-def digest_of(model: nn.Module) -> str:
-    """SHA-256 of all parameters and buffers."""
-    return digest(model.state_dict().values())
-
-
 def footprint(model: nn.Module) -> Footprint:
-    """The properties that neither training nor an injection may change."""
+    """Class, repr and state_dict keys, which neither training nor an injection may change."""
     return type(model), repr(model), list(model.state_dict())
 
 
 def changes(model: nn.Module, drop: hookdrop.Injection, x: Tensor, before: Footprint) -> list[str]:
     """Remove the hooks, and list what is not bit-identical with the hooks active, disabled and removed.
 
-    Args:
-        model: The trained model.
-        drop: Its only injection.
-        x: A batch of inputs.
-        before: The model's `footprint` before the injection.
+    `drop` is the only injection, and `before` the model's `footprint` before it.
     """
     hooked = _observed(model, x)
     with hookdrop.without_hooks(model):
         disabled = _observed(model, x)
     drop.remove()
     removed = _observed(model, x)
-    found = []
-    for how, bare in (("disabled", disabled), ("removed", removed)):
-        found += [f"{what} with hooks {how}" for what in hooked if not _same(hooked[what], bare[what])]
+    found = [
+        f"{what} with hooks {how}"
+        for how, bare in (("disabled", disabled), ("removed", removed))
+        for what in hooked
+        if hooked[what] != bare[what]
+    ]
     if any(state["footprint"] != before for state in (hooked, disabled, removed)):
         found.append("class, repr or state_dict keys of the original model")
     if any(getattr(module, table) for module in model.modules() for table in _HOOK_TABLES):
@@ -58,15 +51,7 @@ def changes(model: nn.Module, drop: hookdrop.Injection, x: Tensor, before: Footp
     return found
 
 
+@torch.no_grad()
 def _observed(model: nn.Module, x: Tensor) -> dict[str, Any]:
-    model.eval()
-    with torch.no_grad():
-        output = model(x)
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    return {"footprint": footprint(model), "state_dict": state, "eval output": {"": output}}
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
-    return bool(a == b)
+    output, state = digest([model.eval()(x)]), digest(model.state_dict().values())
+    return {"footprint": footprint(model), "state_dict": state, "eval output": output}

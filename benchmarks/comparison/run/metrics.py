@@ -16,23 +16,16 @@ BINS = 15
 class Scores:
     """The metrics of a model on a set of images."""
 
-    accuracy: float
-    """In percent."""
-    nll: float
-    """Mean, in nats."""
-    ece: float
-    """In percent."""
-    images: Mapping[str, NDArray[np.generic]]
-    """`correct` (bool), `nll` and `confidence` (float32), each of shape (N,), as stored in a record."""
+    accuracy: float  # in percent
+    nll: float  # mean, in nats
+    ece: float  # in percent
+    images: Mapping[str, NDArray[np.generic]]  # as in a record
 
 
 def score(logits_NC: Tensor, y_N: Tensor) -> Scores:
     """Score logits in double precision.
 
     The ECE uses the stored float32 confidences, so that it can be recomputed from a record.
-
-    Raises:
-        FloatingPointError: A logit is infinite or NaN.
     """
     if wrong := int((~logits_NC.isfinite()).any(dim=1).sum()):
         raise FloatingPointError(

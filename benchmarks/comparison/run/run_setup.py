@@ -16,11 +16,9 @@ import hookdrop
 from comparison.data.catalog import load
 from comparison.data.task import Split, Task
 from comparison.run import models
-from comparison.run.footprint_check import Footprint, digest_of, footprint
-from comparison.run.linear_probe import LinearProbe
+from comparison.run.footprint_check import Footprint, digest, footprint
 from comparison.spec import arms
-from comparison.spec.run_spec import Run
-from comparison.spec.seeds import seed_of
+from comparison.spec.run_spec import Run, seed_of
 
 AFTER_RAMP = 10**12
 """An optimizer step after the end of every ramp."""
@@ -34,20 +32,16 @@ class RunSetup:
     run: Run
     task: Task
     split: Split
-    labels_N: Tensor
-    """Labels of the training images, in order."""
+    labels_N: Tensor  # of the training images, in order
     model: nn.Module
-    forward: Any
-    """The model for training: compiled if requested, or a linear probe."""
+    forward: Any  # the model for training: compiled if requested, or a linear probe
     optimizer: Optimizer
     decay: LRScheduler
     drop: hookdrop.Injection | None
-    flags: list[str]
+    flags: list[str]  # warnings of the plan
     device: torch.device
-    weights: str
-    """SHA-256 of the initial parameters and buffers."""
-    footprint: Footprint
-    """Footprint of the model without hooks."""
+    weights: str  # SHA-256 of the initial parameters and buffers
+    footprint: Footprint  # of the model without hooks
 
     @property
     def rate(self) -> float | None:
@@ -82,29 +76,17 @@ def prepare(run: Run) -> RunSetup:
     split = task.split(run.data.train_size, run.data.validation_size, run.seed)
     torch.manual_seed(seed_of(run.seed, "weights"))
     model = models.build(run.model, task.classes, task.shape[0], arms.model_arguments(run.arm))
-    weights, before = digest_of(model), footprint(model)
+    weights, before = digest(model.state_dict().values()), footprint(model)
     drop, flags = _inject(run, model, len(split.train), torch.zeros(2, *task.shape))
     model.to(device, memory_format=memory_format(run))  # type: ignore[call-overload]
-    forward = LinearProbe(model) if run.arm.kind == "probe" else model
+    forward = models.LinearProbe(model) if run.arm.kind == "probe" else model
     optimizer, decay = _optimizer(run, model, len(split.train))
     if drop and run.arm.p is not None:
         drop.follow(optimizer)
     torch.manual_seed(seed_of(run.seed, "masks", 0))
-    return RunSetup(
-        run=run,
-        task=task,
-        split=split,
-        labels_N=task.training_labels(split.train, run.seed),
-        model=model,
-        forward=torch.compile(forward) if run.compile else forward,
-        optimizer=optimizer,
-        decay=decay,
-        drop=drop,
-        flags=flags,
-        device=device,
-        weights=weights,
-        footprint=before,
-    )
+    labels_N = task.training_labels(split.train, run.seed)
+    compiled = torch.compile(forward) if run.compile else forward
+    return RunSetup(run, task, split, labels_N, model, compiled, optimizer, decay, drop, flags, device, weights, before)
 
 
 def memory_format(run: Run) -> torch.memory_format:
@@ -142,9 +124,8 @@ def _inject(
 
 def _optimizer(run: Run, model: nn.Module, train_images: int) -> tuple[Optimizer, LRScheduler]:
     settings, steps = run.optimizer, steps_of(run, train_images)
-    lr = run.arm.lr or settings.lr
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    shared: Any = {"params": trained, "lr": lr, "weight_decay": settings.weight_decay}
+    shared: Any = {"params": trained, "lr": run.arm.lr or settings.lr, "weight_decay": settings.weight_decay}
     optimizer: Optimizer
     if settings.name == "SGD":
         optimizer = torch.optim.SGD(**shared, momentum=settings.momentum, nesterov=settings.momentum > 0)

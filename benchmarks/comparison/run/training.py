@@ -1,11 +1,13 @@
-"""Train a run and create its record."""
+"""Train a run, with checkpoints from which it resumes bit-identically, and create its record."""
 
 from __future__ import annotations
 
 import datetime
 import math
+import os
 import statistics
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,19 +17,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from comparison.data.batches import loader
+from comparison.data.catalog import loader
 from comparison.run import metrics
-from comparison.run.checkpoints import Checkpoint
-from comparison.run.environment import environment
-from comparison.run.footprint_check import digest
-from comparison.run.outcome import outcome_of
-from comparison.run.record import Record
+from comparison.run.footprint_check import changes, digest
+from comparison.run.record import Outcome, Record, ValidationPoint, environment
 from comparison.run.run_setup import RunSetup, prepare, steps_of
+from comparison.spec import arms
 from comparison.spec.run_spec import Run
 
 MEASURED_PART = 20
 """The dropped fraction is measured in the last 1/20 of the epochs, where the rate is within 5 % of its target."""
-CURVE_POINTS = 8
+CURVE_POINTS, CHECKED_IMAGES = 8, 200
+SECONDS = 20.0
+"""Minimum time between checkpoints."""
 
 
 @dataclass
@@ -37,39 +39,77 @@ class History:
     first_loss: float = math.nan
     train_loss: list[float] = field(default_factory=list)
     batches: list[str] = field(default_factory=list)
-    validation: list[dict[str, float]] = field(default_factory=list)
+    validation: list[ValidationPoint] = field(default_factory=list)
     rates: list[tuple[int, float]] = field(default_factory=list)
     ramp_end: int | None = None
     steps: int = 0
 
 
+class Checkpoint:
+    """The checkpoint file of a run, which is only replaced as a whole."""
+
+    def __init__(self, setup: RunSetup, folder: Path) -> None:
+        self._path = checkpoint_path(folder, setup.run.key)
+        self._setup, self._last = setup, time.monotonic()
+
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        return time.monotonic() - self._last >= SECONDS
+
+    def save(self, epoch: int, history: History) -> None:
+        """Save the state after an epoch."""
+        setup = self._setup
+        state = {
+            "epoch": epoch,
+            "history": asdict(history),
+            "parts": [part.state_dict() for part in self._parts()],
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state(setup.device) if setup.device.type == "cuda" else None,
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".partial")
+        torch.save(state, partial)
+        os.replace(partial, self._path)
+        self._last = time.monotonic()
+
+    def load(self) -> tuple[int, History]:
+        """Restore the state. Return the number of finished epochs and the history; a damaged file is ignored."""
+        try:
+            state = torch.load(self._path, weights_only=True, map_location="cpu")
+        except Exception:  # a missing file, or errors of many kinds
+            return 0, History()
+        for part, saved in zip(self._parts(), state["parts"], strict=True):
+            part.load_state_dict(saved)
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"], self._setup.device)
+        return state["epoch"], History(**state["history"])
+
+    def _parts(self) -> list[Any]:
+        setup = self._setup
+        return [setup.model, setup.optimizer, setup.decay, *([setup.drop] if setup.drop else [])]
+
+
+def checkpoint_path(folder: Path, key: str) -> Path:
+    """The checkpoint of a run."""
+    return folder / f"{key}.pt"
+
+
 def execute(run: Run, scratch: Path) -> Record:
     """Train and score a run, and check the model's footprint; `scratch` is the folder for checkpoints.
 
-    Raises:
-        FloatingPointError: A loss is not finite.
+    The checkpoint is kept until the record is stored, in case the disk is full.
     """
-    started, clock = datetime.datetime.now(datetime.UTC), time.perf_counter()
+    started, clock = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), time.perf_counter()
     setup = prepare(run)
-    checkpoint = Checkpoint(setup, scratch)
-    history, measured = train(setup, checkpoint)
-    outcome, images = outcome_of(setup, history, measured)
-    # The checkpoint is kept until the record is stored, in case the disk is full.
-    return Record(
-        key=run.key,
-        spec=run.model_dump(mode="json"),
-        outcome=outcome,
-        images=images,
-        environment=environment(),
-        started=started.isoformat(timespec="seconds"),
-        seconds=time.perf_counter() - clock,
-    )
+    outcome, images = _outcome(setup, *train(setup, Checkpoint(setup, scratch)))
+    seconds = time.perf_counter() - clock
+    return Record(run.key, run.model_dump(mode="json"), outcome, images, None, environment(), started, seconds)
 
 
 def train(setup: RunSetup, checkpoint: Checkpoint) -> tuple[History, Any]:
     """Train from the checkpoint to the last epoch, and measure the dropped fraction in the last epochs."""
-    done, saved = checkpoint.load()
-    history = History(**saved) if saved else History()
+    done, history = checkpoint.load()
     if not done:
         _note_rate(setup, history)
     last = _last_epoch(setup)
@@ -81,9 +121,11 @@ def train(setup: RunSetup, checkpoint: Checkpoint) -> tuple[History, Any]:
             _train_epoch(setup, history, epoch)
             _note_rate(setup, history)
             if epoch == last or epoch % math.ceil(last / CURVE_POINTS) == 0:
-                _validate(setup, history, epoch)
+                indices = setup.split.validation
+                scores = metrics.score(setup.logits(indices), setup.task.labels_N[indices])
+                history.validation.append({"epoch": epoch, "accuracy": scores.accuracy, "nll": scores.nll})
             if epoch < from_epoch - 1 and checkpoint.due():
-                checkpoint.save(epoch, asdict(history))
+                checkpoint.save(epoch, history)
     return history, measured
 
 
@@ -91,6 +133,17 @@ def batch_of(setup: RunSetup) -> tuple[Tensor, Tensor]:
     """The first training images, without augmentation."""
     size = setup.run.batch_size
     return setup.images(setup.split.train[:size]), setup.labels_N[:size].to(setup.device)
+
+
+def step(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
+    """Take one optimizer step and return the loss before it."""
+    with setup.precision():
+        loss = cross_entropy(setup.forward(x_BCHW), y_B, label_smoothing=setup.run.label_smoothing)
+    loss.backward()  # type: ignore[no-untyped-call]
+    setup.optimizer.step()
+    setup.optimizer.zero_grad()
+    setup.decay.step()
+    return loss.detach()
 
 
 def _train_epoch(setup: RunSetup, history: History, epoch: int) -> None:
@@ -116,23 +169,6 @@ def _train_epoch(setup: RunSetup, history: History, epoch: int) -> None:
     history.batches.append(digest(seen))
 
 
-def step(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
-    """Take one optimizer step and return the loss before it."""
-    with setup.precision():
-        loss = cross_entropy(setup.forward(x_BCHW), y_B, label_smoothing=setup.run.label_smoothing)
-    loss.backward()  # type: ignore[no-untyped-call]
-    setup.optimizer.step()
-    setup.optimizer.zero_grad()
-    setup.decay.step()
-    return loss.detach()
-
-
-def _validate(setup: RunSetup, history: History, epoch: int) -> None:
-    indices = setup.split.validation
-    scores = metrics.score(setup.logits(indices), setup.task.labels_N[indices])
-    history.validation.append({"epoch": epoch, "accuracy": scores.accuracy, "nll": scores.nll})
-
-
 def _note_rate(setup: RunSetup, history: History) -> None:
     if setup.rate is not None:
         history.rates.append((history.steps, setup.rate))
@@ -140,10 +176,8 @@ def _note_rate(setup: RunSetup, history: History) -> None:
 
 
 def _note_ramp(setup: RunSetup, history: History) -> None:
-    drop = setup.drop
-    if drop is None or drop.p is None or drop.target_p is None or history.ramp_end is not None:
-        return
-    if abs(drop.p - drop.target_p) <= 1e-9:
+    rate, target = setup.rate, setup.drop.target_p if setup.drop else None
+    if rate is not None and target is not None and history.ramp_end is None and abs(rate - target) <= 1e-9:
         history.ramp_end = history.steps
 
 
@@ -151,5 +185,47 @@ def _last_epoch(setup: RunSetup) -> int:
     run = setup.run
     if run.max_steps is None:
         return run.epochs
-    steps_per_epoch = steps_of(run, len(setup.split.train)) // run.epochs
-    return min(run.epochs, math.ceil(run.max_steps / steps_per_epoch))
+    return min(run.epochs, math.ceil(run.max_steps / (steps_of(run, len(setup.split.train)) // run.epochs)))
+
+
+def _outcome(setup: RunSetup, history: History, measured: Any) -> tuple[Outcome, Mapping[str, Any]]:
+    """Score the model after its last epoch, and remove the hooks. Return the outcome and the scores of each image."""
+    run, drop, task = setup.run, setup.drop, setup.task
+    scored, test_sets = (setup.split.test, task.test_sets) if run.stage == "final" else (setup.split.validation, {})
+    logits = setup.logits(scored)
+    scores = metrics.score(logits, task.labels_N[scored])
+    # The rate of Cutout is not the fraction that it drops.
+    called = [] if measured is None else [site for site in measured.sites.values() if site.calls]
+    drops = measured is not None and all(site.drops for site in called)
+    sites = measured.sites if drops and all(site.asks for site in called) else {}
+    outcome: Outcome = {
+        "call": arms.text_at_rate(run.arm),
+        "sites": len(drop.sites) if drop else 0,
+        "flags": setup.flags,
+        "weights_before": setup.weights,
+        "weights_after": digest(setup.model.state_dict().values()),
+        "batches": history.batches,
+        "first_loss": history.first_loss,
+        "train_loss": history.train_loss,
+        "validation": history.validation,
+        "rates": history.rates,
+        "rate_at_end": setup.rate,
+        "ramp_end": history.ramp_end,
+        "asked": measured.asked if sites else None,
+        "dropped": measured.dropped if drops else None,
+        "realised": [{"name": name, "asked": site.asked, "dropped": site.dropped} for name, site in sites.items()],
+        "changes": changes(setup.model, drop, setup.images(scored[:CHECKED_IMAGES]), setup.footprint) if drop else None,
+        "accuracy": scores.accuracy,
+        "nll": scores.nll,
+        "ece": scores.ece,
+        "outputs": digest([logits]),
+        "data": task.sha256,
+        "test_sets": list(test_sets),
+        "steps": history.steps,
+        "train_images": len(setup.split.train),
+        "scored_images": len(scored),
+        "skipped_images": len(task.skipped),
+    }
+    if not test_sets:
+        return outcome, scores.images
+    return outcome, {**scores.images, "test_set": torch.stack(list(test_sets.values())).int().argmax(0).numpy()}

@@ -18,9 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from comparison.spec import arms, peers
-from comparison.spec.errors import ConfigError, suggest
-from comparison.spec.run_spec import Arm, Data, Model, Optimizer, cell_of
+from comparison.spec import arms
+from comparison.spec.run_spec import Arm, ConfigError, Data, Model, Optimizer, cell_of, suggest
 from comparison.spec.tuning import TuningConfig
 from hookdrop import recipes
 
@@ -30,27 +29,23 @@ Kind = Literal["regularizer", "recipe", "peer", "probe"]
 KINDS: tuple[Kind, ...] = ("regularizer", "recipe", "peer", "probe")
 
 
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
-def _listed(value: Any) -> Any:
-    return value if isinstance(value, list | tuple) else [value]
-
-
 def _as_arm(value: Any) -> Any:
     """Find out the kind of a plain text from its name."""
     if not isinstance(value, str):
         return value
     name = value.partition("(")[0].strip()
-    kind = "peer" if name in peers.PEERS else "recipe" if name in recipes.RECIPE_NAMES else "regularizer"
-    return {kind: value}
+    return {"peer" if name in arms.PEERS else "recipe" if name in recipes.RECIPE_NAMES else "regularizer": value}
 
 
 def _known_schedule(schedule: str | None) -> str | None:
     if schedule is not None:
         arms.read_schedule(schedule)
     return schedule
+
+
+Listed = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else [value])
+Named = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
+Schedule = BeforeValidator(_known_schedule)
 
 
 class ArmConfig(BaseModel):
@@ -64,15 +59,11 @@ class ArmConfig(BaseModel):
     probe: PositiveFloat | None = None
     """The learning rate of a linear probe: only the classifier is trained. A reference, not a regularizer."""
     name: Annotated[str, Field(min_length=1)] | None = None
-    layers: Annotated[list[str], BeforeValidator(_listed), Field(min_length=1)] | None = None
-    """Overrides the `layers` of the comparison."""
-    schedule: Annotated[str | None, BeforeValidator(_known_schedule)] = None
+    layers: Annotated[list[str], Listed, Field(min_length=1)] | None = None  # instead of those of the comparison
+    schedule: Annotated[str | None, Schedule] = None
     equal: Literal["p", "fraction"] = "p"
     like: str | None = None
-    """The regularizer or recipe whose tuned settings a peer uses.
-
-    If None: the regularizer of the same name, or the first one.
-    """
+    """Whose tuned settings a peer uses. None: those of the regularizer of the same name, or of the first one."""
 
     @model_validator(mode="after")
     def _is_one(self) -> ArmConfig:
@@ -83,13 +74,8 @@ class ArmConfig(BaseModel):
                 arms.read(self.kind, self.text)
         except TypeError as error:
             raise ValueError(str(error)) from None
-        peer = self.kind == "peer"
-        valid = {
-            "layers": self.takes_layers,
-            "schedule": self.takes_schedule,
-            "equal": peer and self.takes_layers,
-            "like": peer,
-        }
+        hooked, peer = self.takes_layers, self.kind == "peer"
+        valid = {"layers": hooked, "schedule": self.takes_schedule, "equal": peer and hooked, "like": peer}
         if wrong := [name for name, holds in valid.items() if name in self.model_fields_set and not holds]:
             raise ValueError(f"{self.text} takes no `{wrong[0]}`: remove it")
         return self
@@ -116,7 +102,7 @@ class ArmConfig(BaseModel):
     @property
     def takes_layers(self) -> bool:
         """Whether it has hooks on the layers that the configuration names."""
-        is_module = self.kind == "peer" and not isinstance(peers.read_peer(self.text), peers.ModelArgument)
+        is_module = self.kind == "peer" and not isinstance(arms.read("peer", self.text), arms.ModelArgument)
         return self.kind == "regularizer" or is_module
 
     @property
@@ -129,13 +115,10 @@ class ArmConfig(BaseModel):
         """The name without settings."""
         return self.text.partition("(")[0].strip()
 
-    def title(self, count: int) -> str:
-        """The arm's name, given `count` arms of the same regularizer."""
-        if self.name:
-            return self.name
-        if self.kind == "peer" and self.takes_layers:
-            return f"{self.bare_name} (equal {self.equal})"
-        return self.bare_name if count == 1 else self.text.replace(",", "")
+    def title(self, alone: bool) -> str:
+        """The arm's name; with its settings, if it is not alone with its regularizer."""
+        peer = f"{self.bare_name} (equal {self.equal})" if self.kind == "peer" and self.takes_layers else ""
+        return self.name or peer or (self.bare_name if alone else self.text.replace(",", ""))
 
 
 class Config(BaseModel):
@@ -144,31 +127,25 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     title: str = "A comparison of regularizers"
-    models: Annotated[list[Annotated[Model, BeforeValidator(_named)]], BeforeValidator(_listed), Field(min_length=1)]
-    data: Annotated[list[Annotated[Data, BeforeValidator(_named)]], BeforeValidator(_listed), Field(min_length=1)]
-    train_sizes: Annotated[list[PositiveInt], BeforeValidator(_listed)] | None = None
-    """Training set sizes for every dataset; None uses the sizes in `data`."""
-    layers: Annotated[list[str], BeforeValidator(_listed)] = []
-    """Sites of all regularizers and peers."""
+    models: Annotated[list[Annotated[Model, Named]], Listed, Field(min_length=1)]
+    data: Annotated[list[Annotated[Data, Named]], Listed, Field(min_length=1)]
+    train_sizes: Annotated[list[PositiveInt], Listed] | None = None  # of every dataset; None uses the sizes in `data`
+    layers: Annotated[list[str], Listed] = []  # the sites of all regularizers and peers
     arms: Annotated[list[Annotated[ArmConfig, BeforeValidator(_as_arm)]], Field(min_length=1)]
-    schedule: Annotated[str, BeforeValidator(_known_schedule)] = "LinearSchedule"
-    seeds: int = Field(default=8, ge=2, le=10_000)
-    """Number of pairs, fixed before the first run."""
+    schedule: Annotated[str, Schedule] = "LinearSchedule"
+    seeds: int = Field(default=8, ge=2, le=10_000)  # the number of pairs, fixed before the first run
     first_seed: int = Field(default=0, ge=0, lt=100_000)
     epochs: PositiveInt
     batch_size: PositiveInt = 20
     optimizer: Optimizer = Optimizer()
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     precision: Literal["float32", "bfloat16"] = "float32"
-    channels_last: bool = False
-    """Store images and convolution weights with the channels last, which is faster for most convolutions."""
+    channels_last: bool = False  # of images and convolution weights, which is faster for most convolutions
     compile: bool = False
     device: str = "cpu"
     tuning: TuningConfig | None = None
-    timing: float = Field(default=12.0, ge=0)
-    """Time budget in seconds for measuring the cost of a training step; 0 skips the measurement."""
-    max_steps: PositiveInt | None = None
-    """Stop every run after this many optimizer steps, for a smoke test."""
+    timing: float = Field(default=12.0, ge=0)  # seconds for measuring the cost of a training step; 0 skips it
+    max_steps: PositiveInt | None = None  # stop every run after this many optimizer steps, for a smoke test
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
@@ -194,7 +171,20 @@ class Config(BaseModel):
     def all_arms(self) -> list[Arm]:
         """All arms at their configured rates, without none."""
         counts = Counter((arm.kind, arm.bare_name) for arm in self.arms)
-        return [self._arm(arm, counts[arm.kind, arm.bare_name]) for arm in self.arms]
+        return [self._arm(arm, counts[arm.kind, arm.bare_name] == 1) for arm in self.arms]
+
+    def _arm(self, arm: ArmConfig, alone: bool) -> Arm:
+        if arm.kind == "probe":
+            return Arm(name=arm.title(alone), kind="probe", schedule="none", lr=arm.probe)
+        return Arm(
+            name=arm.title(alone),
+            kind=arm.kind,
+            call=arm.text,
+            p=arms.rate_of(arms.read(arm.kind, arm.text)),
+            layers=tuple(arm.layers or self.layers) if arm.takes_layers else (),
+            schedule=(arm.schedule or self.schedule) if arm.takes_schedule else "none",
+            equal=arm.equal,
+        )
 
     def like(self, name: str) -> str:
         """The regularizer whose tuned settings the arm uses: its own name, except for a peer."""
@@ -212,42 +202,20 @@ class Config(BaseModel):
         for data in self.data:
             sizes: Sequence[int | None] = self.train_sizes or [data.train_size]
             for size in sizes:
-                for model in self.models:
-                    yield data.model_copy(update={"train_size": size}), model
-
-    def _arm(self, arm: ArmConfig, count: int) -> Arm:
-        if arm.kind == "probe":
-            return Arm(name=arm.title(count), kind="probe", schedule="none", lr=arm.probe)
-        return Arm(
-            name=arm.title(count),
-            kind=arm.kind,
-            call=arm.text,
-            p=arms.rate_of(arms.read(arm.kind, arm.text)),
-            layers=tuple(arm.layers or self.layers) if arm.takes_layers else (),
-            schedule=(arm.schedule or self.schedule) if arm.takes_schedule else "none",
-            equal=arm.equal,
-        )
+                yield from ((data.model_copy(update={"train_size": size}), model) for model in self.models)
 
 
 def validate(settings: Mapping[str, Any], source: str) -> Config:
-    """Validate the settings of a comparison; `source` names their file in messages.
-
-    Raises:
-        ConfigError: Some settings are invalid.
-    """
+    """Validate the settings of a comparison; `source` names their file in messages."""
     try:
         return Config.model_validate(dict(settings))
     except ValidationError as error:
-        messages = [f"{source}: {_place(one['loc'])}{_message(one)}" for one in error.errors()]
+        messages = [f"{source}: {_message(one)}" for one in error.errors()]
         raise ConfigError("\n".join([*messages, "Nothing was trained."])) from None
 
 
-def _place(loc: Sequence[str | int]) -> str:
-    """Format a place as in Python, such as `arms[1].p: `; empty for the whole document."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
-    return f"{text.removeprefix('.')}: " if text else ""
-
-
 def _message(found: Any) -> str:
-    text = found["msg"].removeprefix("Value error, ")
-    return f"{text}, got {given!r}" if isinstance(given := found["input"], str | int | float) else text
+    """Format an error with its place, such as `arms[1].p: `, and the value."""
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"]).removeprefix(".")
+    value = f", got {found['input']!r}" if isinstance(found["input"], str | int | float) else ""
+    return f"{place}{': ' if place else ''}{found['msg'].removeprefix('Value error, ')}{value}"

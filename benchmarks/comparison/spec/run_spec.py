@@ -1,12 +1,39 @@
-"""The specification of a training run; its hash is the run's key."""
+"""The specification of a training run: its hash is the run's key, its seed the root of independent random streams."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class ConfigError(ValueError):
+    """An invalid comparison; nothing was trained."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """A line with the closest known names, or with all of them if none is close."""
+    by_lower = {one.lower(): one for one in known}
+    if close := get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5):
+        return f"  did you mean: {', '.join(by_lower[one] for one in close)}"
+    names = list(by_lower.values())
+    return f"  available:    {', '.join(names[:20])}{' ...' if len(names) > 20 else ''}"
+
+
+def seed_of(seed: int, *stream: str | int) -> int:
+    """The seed of a named stream, for example `seed_of(3, "order", epoch)`."""
+    text = "/".join(map(str, (seed, *stream)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def generator(seed: int, *stream: str | int) -> torch.Generator:
+    """A CPU generator at the start of a named stream."""
+    return torch.Generator().manual_seed(seed_of(seed, *stream))
 
 
 class Part(BaseModel):
@@ -18,14 +45,10 @@ class Part(BaseModel):
 class Data(Part):
     """A dataset."""
 
-    name: str
-    """`digits`, `digits-noisy`, `synthetic-cue`, `cifar10`, `cifar100`, `emoji` or `imagefolder:PATH`."""
-    train_size: PositiveInt | None = None
-    """Number of training images, balanced over classes; None uses all."""
-    validation_size: PositiveInt | None = None
-    """Number of images for tuning and validation curves; None uses a fifth of the images that are not test images."""
-    image_size: PositiveInt | None = None
-    """Side length of the square images in pixels; None uses the dataset's default."""
+    name: str  # digits, digits-noisy, synthetic-cue, cifar10, cifar100, emoji or imagefolder:PATH
+    train_size: PositiveInt | None = None  # training images, balanced over classes; None uses all
+    validation_size: PositiveInt | None = None  # for tuning and curves; None uses a fifth of all but the test images
+    image_size: PositiveInt | None = None  # side length in pixels; None uses the dataset's default
     augmentation: Literal["none", "shift", "crop-flip"] = "none"
     """`shift` moves training images by up to 2 pixels; `crop-flip` pads by an eighth, crops and flips."""
     label_noise: float | None = Field(default=None, ge=0, lt=1)
@@ -33,21 +56,19 @@ class Data(Part):
     root: str = "data"
     """Folder of `cifar10` and `cifar100`, which are downloaded if missing, of the packages of `emoji`, and of the cache
     for `imagefolder`."""
-    workers: NonNegativeInt = 0
-    """Number of data loading processes per run; 0 loads images in the training process."""
+    workers: NonNegativeInt = 0  # data loading processes of a run; 0 loads images in the training process
 
 
 class Model(Part):
     """A timm or torchvision architecture."""
 
-    name: str
-    """Such as `resnet18`, or `timm:resnet18` and `torchvision:resnet18` to select the library."""
-    kwargs: dict[str, Any] = {}
-    """Arguments of the constructor besides the number of classes (and of channels, for timm)."""
+    name: str  # such as resnet18; timm:resnet18 and torchvision:resnet18 select the library
+    kwargs: dict[
+        str, Any
+    ] = {}  # arguments of the constructor besides the number of classes (and of channels, for timm)
     pretrained: bool | Literal["package"] = False
     """True starts from timm's weights, downloaded if missing; `package` from those in a Python package."""
-    identity: tuple[str, ...] = ()
-    """Modules to replace with `nn.Identity`, such as the first max-pool for small images."""
+    identity: tuple[str, ...] = ()  # modules to replace with nn.Identity, such as the max-pool for small images
 
 
 class Optimizer(Part):
@@ -56,8 +77,7 @@ class Optimizer(Part):
     name: Literal["AdamW", "SGD"] = "AdamW"
     lr: PositiveFloat = 0.01
     weight_decay: NonNegativeFloat = 0.05
-    momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Nesterov momentum of SGD; not used by AdamW."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)  # Nesterov momentum of SGD; not used by AdamW
     decay: Literal["cosine", "steps"] = "cosine"
     """`cosine` decays to 0; `steps` divides the learning rate by 10 at 50 % and 75 % of the training."""
 
@@ -67,24 +87,20 @@ class Arm(Part):
 
     name: str
     kind: Literal["none", "regularizer", "recipe", "peer", "probe"] = "regularizer"
-    call: str = ""
-    """Such as `DropBlock(p=0.1, block_size=3)` or `timm.DropBlock2d(drop_prob=0.1, block_size=3)`."""
-    p: float | None = None
-    """The target rate, or another scheduled parameter; it replaces the one in `call`."""
+    call: str = ""  # such as DropBlock(p=0.1, block_size=3) or timm.DropBlock2d(drop_prob=0.1, block_size=3)
+    p: float | None = None  # the target rate, or another scheduled parameter; it replaces the one in `call`
     layers: tuple[str, ...] = ()
-    schedule: str = "LinearSchedule"
-    """The schedule of the rate over all steps; `none` applies the full rate from the first step."""
-    equal: Literal["p", "fraction"] = "p"
-    """For a peer: use the rate `p`, or the rate at which it drops the fraction `p`."""
-    lr: PositiveFloat | None = None
-    """For a probe: the learning rate of its only layer."""
+    schedule: str = "LinearSchedule"  # of the rate over all steps; `none` is the full rate from the first step
+    equal: Literal["p", "fraction"] = "p"  # of a peer: the rate p, or the rate at which it drops the fraction p
+    lr: PositiveFloat | None = None  # of a probe: the learning rate of its only layer
 
 
 class Run(Part):
     """One training run."""
 
-    stage: Literal["tuning", "final"] = "final"
-    """Tuning runs are scored on the validation images, final runs on the test images."""
+    stage: Literal["tuning", "final"] = (
+        "final"  # tuning runs are scored on validation images, final runs on test images
+    )
     data: Data
     model: Model
     arm: Arm
@@ -92,16 +108,12 @@ class Run(Part):
     epochs: PositiveInt
     batch_size: PositiveInt = 20
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """`bfloat16` trains with autocast."""
-    channels_last: bool = False
-    """Store images and convolution weights with the channels last."""
+    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 trains with autocast
+    channels_last: bool = False  # store images and convolution weights with the channels last
     compile: bool = False
     device: str = "cpu"
-    max_steps: PositiveInt | None = None
-    """Stop after this many optimizer steps, for a smoke test."""
-    seed: NonNegativeInt
-    """Seeds separate streams for the training set, weights, batch order, augmentation and masks."""
+    max_steps: PositiveInt | None = None  # stop after this many optimizer steps, for a smoke test
+    seed: NonNegativeInt  # of separate streams for the training set, weights, batch order, augmentation and masks
 
     @property
     def key(self) -> str:

@@ -14,7 +14,11 @@ from comparison.spec.tuning import FIRST_SEED, Search, Tuning, with_settings
 
 OTHER_SEEDS = 2 * FIRST_SEED
 """First seed of the control with other seeds."""
-
+SHARED = (
+    *("epochs", "batch_size", "optimizer", "label_smoothing", "precision", "channels_last", "compile", "device"),
+    "max_steps",
+)
+"""Settings of a comparison that are those of each run."""
 Control = Literal["", "aa", "seeds", "reference"]
 Tunings = Mapping[tuple[str, str], Tuning]
 """By cell and arm."""
@@ -29,25 +33,18 @@ class Entry:
     runs: Mapping[int, Run]
     """By seed of the pair, which differs from the run's seed for the control with other seeds."""
     control: Control = ""
-    """`aa`: p = 0 injected, must be bit-identical to none. `seeds`: none with other seeds.
-
-    `reference`: a linear probe.
-    """
-    tuning: Tuning | None = None
-    """None if the arm uses its configured settings or those of another arm."""
-    like: str = ""
-    """The arm whose tuned settings it uses, if any."""
-    command: str = ""
-    """A shell command that reproduces these runs."""
+    """`aa`: p = 0 injected, must be bit-identical to none. `seeds`: none with other seeds. `reference`: a probe."""
+    tuning: Tuning | None = None  # None if the arm uses its configured settings or those of another arm
+    like: str = ""  # the arm whose tuned settings it uses, if any
+    command: str = ""  # a shell command that reproduces these runs
 
 
 @dataclass
 class Study:
-    """All runs of a configuration."""
+    """All runs of a configuration; `only` selects arms besides none and the controls, all if empty."""
 
     config: Config
     only: Sequence[str] = ()
-    """Names of arms; all if empty. None and the controls are always included."""
     command: str = "python benchmarks/compare.py"
 
     @property
@@ -60,21 +57,14 @@ class Study:
         """None and the selected arms."""
         return [NONE, *(arm for arm in self.config.all_arms() if not self.only or arm.name in self.only)]
 
-    def tuned_arms(self) -> list[Arm]:
-        """None, and every arm whose tuned settings a selected arm uses; peers use those of a regularizer."""
-        needed = {self.config.like(arm.name) for arm in self.arms[1:]}
-        return [NONE, *(arm for arm in self.config.all_arms() if arm.name in needed)]
-
     def searches(self) -> dict[tuple[str, str], Search]:
-        """A search for each cell and arm; empty without tuning."""
+        """A search for each cell and each arm whose tuned settings a selected arm uses; empty without tuning."""
         if self.config.tuning is None:
             return {}
-        return {
-            (run.cell, arm.name): Search(self.config.tuning, run)
-            for data, model in self.config.cells()
-            for arm in self.tuned_arms()
-            for run in [self.run(data, model, arm, self.config.first_seed)]
-        }
+        needed = {self.config.like(arm.name) for arm in self.arms[1:]}  # peers use those of a regularizer
+        tuned = [NONE, *(arm for arm in self.config.all_arms() if arm.name in needed)]
+        runs = [self.run(*cell, arm, self.config.first_seed) for cell in self.config.cells() for arm in tuned]
+        return {(run.cell, run.arm.name): Search(self.config.tuning, run) for run in runs}
 
     def entries(self, tunings: Tunings) -> list[Entry]:
         """The arms of each cell with their final runs, at the tuned settings."""
@@ -82,29 +72,22 @@ class Study:
 
     def run(self, data: Data, model: Model, arm: Arm, seed: int) -> Run:
         """A final run with the configured settings."""
-        config = self.config
-        shared = ("epochs", "batch_size", "optimizer", "label_smoothing", "precision", "channels_last", "compile")
-        return Run(
-            data=data,
-            model=model,
-            arm=arm,
-            seed=seed,
-            **{name: getattr(config, name) for name in (*shared, "device", "max_steps")},
-        )
+        settings = {name: getattr(self.config, name) for name in SHARED}
+        return Run(data=data, model=model, arm=arm, seed=seed, **settings)
 
     def _cell(self, data: Data, model: Model, tunings: Tunings) -> Iterator[Entry]:
         def entry(arm: Arm, settings_of: str, control: Control = "", offset: int = 0) -> Entry:
             run = self.run(data, model, arm, 0)
             tuning = tunings.get((run.cell, settings_of))
-            chosen = dict(tuning.chosen) if tuning else {}
-            if control:
-                # A control keeps its rate and takes only the tuned settings of the optimizer.
-                chosen.pop("p", None)
+            # A control keeps its rate and takes only the tuned settings of the optimizer.
+            kept = ("p",) if control else ()
+            chosen = {name: value for name, value in (tuning.chosen if tuning else {}).items() if name not in kept}
             run = with_settings(run, chosen)
             runs = {seed: run.model_copy(update={"seed": seed + offset}) for seed in self.seeds}
             own = tuning if settings_of == arm.name else None
-            like = settings_of if tuning and not own else ""
-            return Entry(run.cell, run.arm, runs, control, own, like, self._command(arm, control))
+            only = [] if control in ("aa", "seeds") or arm is NONE else ["--only", arm.name]
+            command = " ".join([self.command, shlex.join(only)]).strip()
+            return Entry(run.cell, run.arm, runs, control, own, settings_of if tuning and not own else "", command)
 
         for arm in self.arms:
             settings_of = self.config.like(arm.name) if arm is not NONE else arm.name
@@ -112,7 +95,3 @@ class Study:
         if aa := next(filter(is_identity_at_0, self.arms), None):
             yield entry(aa.model_copy(update={"name": RESERVED[2], "p": 0.0}), NONE.name, "aa")
         yield entry(NONE.model_copy(update={"name": RESERVED[1]}), NONE.name, "seeds", OTHER_SEEDS)
-
-    def _command(self, arm: Arm, control: str) -> str:
-        chosen = [] if control in ("aa", "seeds") or arm is NONE else ["--only", arm.name]
-        return " ".join([self.command, shlex.join(chosen)]).strip()

@@ -10,18 +10,11 @@ import yaml
 from torch import nn
 
 import hookdrop
-
-pytest.importorskip("timm")
-pytest.importorskip("torchvision")
-pytest.importorskip("sklearn")
-pytest.importorskip("pydantic")
 from comparison.run import models
 from comparison.run.pyramidnet import PyramidNet
-from comparison.spec import arms, peers
+from comparison.spec import arms
 from comparison.spec.config import Config, validate
-from comparison.spec.errors import ConfigError
-from comparison.spec.run_spec import Arm, Data, Model, Run
-from comparison.spec.seeds import generator, seed_of
+from comparison.spec.run_spec import Arm, ConfigError, Data, Model, Run, generator, seed_of
 from tests.support.programs import ROOT
 
 CONFIGS = ROOT / "benchmarks" / "configs"
@@ -42,19 +35,9 @@ def config_of(text: str) -> Config:
 class TestConfigFile:
     def test_a_minimal_file_is_a_complete_comparison(self) -> None:
         config = config_of(GOOD)
-        (arm,) = config.all_arms()
-        assert (arm.name, arm.kind, arm.call, arm.p) == (
-            "DropBlock",
-            "regularizer",
-            "DropBlock(p=0.1, block_size=3)",
-            0.1,
-        )
-        assert arm.layers == ("layer*.*.bn2",)
+        call, layers = "DropBlock(p=0.1, block_size=3)", ("layer*.*.bn2",)
+        assert config.all_arms() == [Arm(name="DropBlock", kind="regularizer", call=call, p=0.1, layers=layers)]
         assert [(data.name, model.name) for data, model in config.cells()] == [("digits", "resnet10t")]
-
-    def test_a_plain_text_can_be_any_kind_of_arm(self) -> None:
-        config = config_of(GOOD + "  - dropblock_resnet(p=0.1)\n  - timm.DropPath(0.1)\n  - {probe: 0.1}\n")
-        assert [arm.kind for arm in config.all_arms()] == ["regularizer", "recipe", "peer", "probe"]
 
     def test_cells_combine_every_size_dataset_and_model(self) -> None:
         config = config_of(GOOD.replace("digits", "[digits, digits-noisy]") + "train_sizes: [50, 100]\n")
@@ -97,7 +80,7 @@ class TestConfigErrors:
             (GOOD + "tuning: {space: {p: [0.1, 0.2], lr: [0.1]}, space_none: {lr: [0.1]}}\n", "2 points for arms with a rate and 1 for arms without one"),
             (GOOD + "tuning: {space: {p: [0.1, 0.2]}, space_none: {weight_decay: [0.1, 0.2]}}\n", "weight_decay must be in both space and space_none"),
             (GOOD + "tuning: {space: {p: [0.1]}, space_none: {p: [0.1]}}\n", "arms without a rate have no p"),
-            (GOOD + "tuning: {space: {lr: [0.0, 0.1]}, space_none: {lr: [0.0, 0.1]}}\n", "lr must be in [1e-12, 1e+06], got 0"),
+            (GOOD + "tuning: {space: {lr: [0.0, 0.1]}, space_none: {lr: [0.1, 0.2]}}\n", "tuning.space.lr[0]: Input should be greater than 0, got 0.0"),
             (GOOD + "tuning: {space: {p: [.nan]}, space_none: {lr: [0.1]}}\n", "tuning.space.p[0]: Input should be a finite number"),
             (GOOD + "tuning: {space: {lr: [0.1, 0.1]}, space_none: {lr: [0.1, 0.2]}}\n", "lr must have different values"),
             (GOOD + "  - {peer: 'timm.DropPath(drop_prob=-0.5)', equal: fraction}\n", "drop_prob must be in [0, 1], got -0.5"),
@@ -131,11 +114,9 @@ class TestConfigErrors:
 
 
 class TestSchedules:
-    def test_default_covers_the_whole_training(self) -> None:
+    def test_default_covers_the_whole_training_and_none_has_the_full_rate_from_the_start(self) -> None:
         assert arms.read_schedule("LinearSchedule") == hookdrop.LinearSchedule(steps=1.0)
         assert arms.read_schedule("LateSchedule(cutoff=7)") == hookdrop.LateSchedule(cutoff=7)
-
-    def test_none_applies_the_full_rate_from_the_start(self) -> None:
         assert arms.read_schedule("none") is None
 
 
@@ -147,10 +128,10 @@ class TestPeers:
     )
     def test_at_equal_fraction_peers_drop_the_requested_fraction(self, text: str) -> None:
         before = torch.get_rng_state()
-        rate = peers.rate_for(text, 0.2, self.SHAPES)
+        rate = arms.rate_for(text, 0.2, self.SHAPES)
         assert torch.equal(before, torch.get_rng_state())
         torch.manual_seed(1)
-        module = arms.at_rate(peers.read_peer(text), rate).train()
+        module = arms.at_rate(arms.read("peer", text), rate).train()
         zeros = [(module(torch.ones(200, *shape[1:])) == 0).double() for shape in self.SHAPES]
         dropped = torch.cat([part.flatten() for part in zeros]).mean().item()
         # The standard deviation is about 0.001, of this sample and of the one that determined the rate.
@@ -159,11 +140,11 @@ class TestPeers:
 
     @pytest.mark.parametrize("text", ["torchvision.StochasticDepth(0.1)", "timm.DropPath(0.1)"])
     def test_peers_that_drop_samples_need_no_other_rate(self, text: str) -> None:
-        assert peers.rate_for(text, 0.2, ((1, 64, 8, 8),)) == pytest.approx(0.2, abs=0.06)
+        assert arms.rate_for(text, 0.2, ((1, 64, 8, 8),)) == pytest.approx(0.2, abs=0.06)
 
     def test_unreachable_fraction(self) -> None:
         with pytest.raises(ValueError, match=r"cannot drop 0\.9"):
-            peers.rate_for("torchvision.DropBlock2d(0.1, block_size=7)", 0.9, ((1, 8, 14, 14),))
+            arms.rate_for("torchvision.DropBlock2d(0.1, block_size=7)", 0.9, ((1, 8, 14, 14),))
 
     def test_a_peer_uses_the_tuned_settings_of_its_counterpart(self) -> None:
         config = config_of(

@@ -18,24 +18,17 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-
-pytest.importorskip("pydantic")
-pytest.importorskip("sklearn")
-pytest.importorskip("torchvision")
 from PIL import Image
 from sklearn.datasets import load_digits
+from torch import Tensor
 from torchvision import datasets
 
-from comparison.data import catalog, strata, synthetic
-from comparison.data.batches import loader
-from comparison.data.catalog import check, load
+from comparison.data import catalog, synthetic
+from comparison.data.catalog import check, load, loader
 from comparison.data.sources import stored
 from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data
 from tests.support.programs import ROOT
-
-STILL = ("digits", "digits-noisy", "synthetic-cue")
 
 
 def made(counts: list[int], noise: float = 0.0) -> Task:
@@ -46,7 +39,7 @@ def made(counts: list[int], noise: float = 0.0) -> Task:
     first = torch.cat([(labels_N == c).nonzero()[:2, 0] for c in range(len(counts))]).sort().values
     every = torch.arange(len(labels_N))
     source = stored(every.float()[:, None, None, None], None, "none")
-    return Task("made", len(counts), labels_N, strata.without(every, first), first, source, noise)
+    return Task("made", len(counts), labels_N, every[~torch.isin(every, first)], first, source, noise)
 
 
 def per_class(task: Task, indices: Tensor) -> list[int]:
@@ -105,12 +98,11 @@ def write_cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
         monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": hashlib.md5(content).hexdigest()})
         return tmp_path
 
+    def unreachable(*args: Any, **kwargs: Any) -> Any:
+        raise URLError("no network")
+
     monkeypatch.setattr("urllib.request.urlopen", unreachable)
     return write
-
-
-def unreachable(*args: Any, **kwargs: Any) -> Any:
-    raise URLError("no network")
 
 
 class TestNames:
@@ -121,24 +113,17 @@ class TestNames:
             ("cifar-10", "did you mean: cifar10, cifar100"),
             ("imagefolders:/tmp", "did you mean: imagefolder"),
             ("zzz", "available:    digits, digits-noisy, synthetic-cue, cifar10, cifar100, emoji, imagefolder"),
+            ("imagefolder:", "has no path.\n  use imagefolder:PATH"),
         ],
     )
     def test_an_unknown_name_suggests_the_nearest_and_lists_all(self, name: str, says: str) -> None:
-        with pytest.raises(DataError) as error:
-            load(Data(name=name))
-        assert str(error.value).startswith(f"no dataset is named {name!r}.")
-        assert says in str(error.value)
-        assert str(error.value).endswith("Nothing was trained.")
-
-    @pytest.mark.parametrize("name", ["imagefolder", "imagefolder:"])
-    def test_imagefolder_requires_a_path(self, name: str) -> None:
-        with pytest.raises(DataError, match="has no path.\n  use imagefolder:PATH"):
+        with pytest.raises(DataError, match=rf"{says}.*\nNothing was trained\.$"):
             load(Data(name=name))
 
 
 class TestSplit:
     @given(st.lists(st.integers(5, 30), min_size=2, max_size=6), st.integers(0, 10**6), st.data())
-    def test_splits_are_disjoint_and_have_the_requested_sizes(
+    def test_splits_are_disjoint_balanced_and_have_the_requested_sizes(
         self, counts: list[int], seed: int, draw: st.DataObject
     ) -> None:
         task = made(counts)
@@ -148,13 +133,7 @@ class TestSplit:
         assert [len(part) for part in split] == [train_size, validation_size, len(task.test)]
         assert len(set(torch.cat(split).tolist())) == sum(map(len, split))
         assert set(torch.cat(split[:2]).tolist()) <= set(task.pool.tolist())
-
-    @given(st.lists(st.integers(5, 30), min_size=2, max_size=6), st.integers(0, 10**6), st.data())
-    def test_training_set_is_as_balanced_as_possible(self, counts: list[int], seed: int, draw: st.DataObject) -> None:
-        task = made(counts)
-        rest = per_class(task, task.split(None, 2, seed).train)
-        size = draw.draw(st.integers(len(counts), sum(rest)))
-        of_class = per_class(task, task.split(size, 2, seed).train)
+        rest, of_class = (per_class(task, task.split(size, validation_size, seed).train) for size in (None, train_size))
         assert min(of_class) >= 1
         for have, taken in zip(rest, of_class, strict=True):
             assert taken == have or taken >= max(of_class) - 1
@@ -176,10 +155,8 @@ class TestSplit:
         ],
     )
     def test_sizes_out_of_range(self, train: int | None, validation: int, says: str) -> None:
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match=re.escape(f"{says}\nNothing was trained.")):
             made([32, 32, 32]).split(train, validation, 0)
-        assert says in str(error.value)
-        assert str(error.value).endswith("Nothing was trained.")
 
 
 class TestSeeds:
@@ -204,11 +181,7 @@ class TestSeeds:
 
 
 class TestLabels:
-    @given(
-        st.lists(st.integers(5, 30), min_size=2, max_size=6),
-        st.floats(0, 0.99),
-        st.integers(0, 10**6),
-    )
+    @given(st.lists(st.integers(5, 30), min_size=2, max_size=6), st.floats(0, 0.99), st.integers(0, 10**6))
     def test_label_noise_replaces_exactly_the_fraction(self, counts: list[int], noise: float, seed: int) -> None:
         task = made(counts, noise)
         train = task.split(None, 2, seed).train
@@ -224,25 +197,18 @@ class TestLabels:
         assert torch.equal(backwards, labels.flip(0))
         assert not torch.equal(task.training_labels(train, 2), labels)
 
-    @pytest.mark.parametrize("name", STILL)
+    @pytest.mark.parametrize("name", ["digits", "digits-noisy", "synthetic-cue"])
     def test_label_noise_applies_to_all_datasets(self, name: str) -> None:
-        self.check_wrong(Data(name=name, label_noise=0.35), 35)
-        self.check_wrong(Data(name=name, label_noise=0.0), 0)
-
-    def check_wrong(self, data: Data, wrong: int) -> None:
-        task = load(data)
-        train = task.split(100, None, 0).train
-        assert int((task.training_labels(train, 0) != task.labels_N[train]).sum()) == wrong
+        for noise, wrong in ((0.35, 35), (0.0, 0), (None, 20 if name == "digits-noisy" else 0)):
+            task = load(Data(name=name, label_noise=noise))
+            train = task.split(100, None, 0).train
+            assert int((task.training_labels(train, 0) != task.labels_N[train]).sum()) == wrong
 
 
 class TestGlobalGenerator:
     @pytest.mark.parametrize(
         ("name", "augmentation"),
-        [
-            *(("digits", augmentation) for augmentation in ("none", "shift", "crop-flip")),
-            *(("synthetic-cue", augmentation) for augmentation in ("none", "shift")),
-            *(("folder", augmentation) for augmentation in ("none", "shift", "crop-flip")),
-        ],
+        [("digits", "none"), ("digits", "crop-flip"), ("synthetic-cue", "shift"), ("folder", "shift")],
     )
     def test_data_neither_uses_nor_depends_on_the_global_generator(
         self, name: str, augmentation: Any, folder: Path
@@ -272,15 +238,13 @@ class TestGlobalGenerator:
 
 
 class TestAugmentation:
-    @pytest.fixture(params=["digits shift", "digits crop-flip", "folder shift", "folder crop-flip"])
-    def task(self, request: pytest.FixtureRequest, folder: Path) -> Task:
-        name, _, augmentation = request.param.partition(" ")
-        if name == "folder":
-            return folder_task(folder, augmentation=augmentation)
-        return load(Data(name="digits", augmentation=augmentation))
-
-    def test_augmentation_depends_only_on_seed_epoch_and_index(self, task: Task) -> None:
-        indices = torch.arange(8)
+    @pytest.mark.parametrize("augmentation", ["shift", "crop-flip"])
+    @pytest.mark.parametrize("name", ["digits", "folder"])
+    def test_augmentation_depends_only_on_seed_epoch_and_index(
+        self, name: str, augmentation: Any, folder: Path
+    ) -> None:
+        name = f"imagefolder:{folder}" if name == "folder" else name
+        task, indices = load(Data(name=name, image_size=16, augmentation=augmentation)), torch.arange(8)
         batch = task.source.augmented(indices, 5, 2)
         assert torch.equal(task.source.augmented(indices.flip(0), 5, 2), batch.flip(0))
         for i in (0, 7):
@@ -312,11 +276,8 @@ class TestAugmentation:
 
 
 class TestBatches:
-    @pytest.fixture
-    def task(self) -> Task:
-        return load(Data(name="digits", augmentation="shift"))
-
-    def test_batches_contain_each_image_once_with_its_label(self, task: Task) -> None:
+    def test_batches_contain_each_image_once_with_its_label(self) -> None:
+        task = load(Data(name="digits", augmentation="shift"))
         split = task.split(40, None, 0)
         labels = torch.arange(40)
         batches = list(loader(task, split.train, 10, 0, 0, labels))
@@ -328,8 +289,9 @@ class TestBatches:
 
     @pytest.mark.parametrize(("images", "sizes"), [(40, [16, 16]), (32, [16, 16]), (10, [10])])
     def test_the_last_incomplete_batch_is_dropped_unless_it_is_the_only_one(
-        self, task: Task, images: int, sizes: list[int]
+        self, images: int, sizes: list[int]
     ) -> None:
+        task = load(Data(name="digits"))
         train = task.split(images, None, 0).train
         assert [len(y) for _, _, y in loader(task, train, 16, 0, 0, task.labels_N[train])] == sizes
 
@@ -353,13 +315,8 @@ class TestDigits:
 
 
 class TestSyntheticCue:
-    @pytest.fixture
-    def pool(self) -> synthetic.CueImages:
-        return synthetic.generate(1600, 32, "pool", without=False)
-
-    @pytest.fixture
-    def tested(self) -> synthetic.CueImages:
-        return synthetic.generate(1024, 32, "test", without=True)
+    POOL = synthetic.generate(1600, 32, "pool", without=False)
+    TESTED = synthetic.generate(1024, 32, "test", without=True)
 
     def test_synthetic_images_are_deterministic(self) -> None:
         # Sine and cosine differ in the last bits between processors.
@@ -367,9 +324,10 @@ class TestSyntheticCue:
         assert (task.shape, len(task.pool), len(task.test), task.classes) == ((1, 32, 32), 4000, 1024, 8)
         assert per_class(task, task.pool) == [500] * 8
         numbers = task.source.images(torch.tensor([0, 4999]))[:, 0, 7, 7].tolist()
-        assert numbers == pytest.approx(FIRST_AND_LAST, abs=1e-4)
+        assert numbers == pytest.approx([-3.0, -1.20812], abs=1e-4)
 
-    def test_the_glyph_is_at_its_recorded_place(self, pool: synthetic.CueImages, tested: synthetic.CueImages) -> None:
+    def test_the_glyph_is_at_its_recorded_place(self) -> None:
+        pool, tested = self.POOL, self.TESTED
         assert self.right_by_glyph(pool) == 1.0
         assert pool.has_glyph_N.all()
         assert self.right_by_glyph(tested, tested.has_glyph_N) == 1.0
@@ -386,8 +344,9 @@ class TestSyntheticCue:
         right = distance.argmin(1) == cued.y_N
         return float(right[slice(None) if which is None else which].float().mean())
 
-    def test_the_wave_predicts_the_class_from_any_half_of_the_image(self, tested: synthetic.CueImages) -> None:
+    def test_the_wave_predicts_the_class_from_any_half_of_the_image(self) -> None:
         """Apply a matched filter of unknown phase to images without a glyph: to the whole image and to each half."""
+        tested = self.TESTED
         without = tested.x_N1HW[~tested.has_glyph_N], tested.y_N[~tested.has_glyph_N]
         assert self.right_by_wave(*without, slice(None)) > 0.9
         for half in (slice(0, 16), slice(16, 32)):
@@ -410,9 +369,6 @@ class TestSyntheticCue:
         assert self.right_by_wave(waves.flip(3), (8 - y_N) % 8, slice(None)) == 1.0
         with pytest.raises(DataError, match="changes the class of 'synthetic-cue' images"):
             load(Data(name="synthetic-cue", augmentation="crop-flip"))
-
-
-FIRST_AND_LAST = [-3.0, -1.20812]
 
 
 class TestCifar:
@@ -473,12 +429,9 @@ class TestImageFolder:
         white = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
         assert torch.allclose(images, white[:, None, None].expand(2, 3, 32, 32), atol=1e-5)
 
-    def test_grayscale_and_transparent_images_become_rgb(self, folder: Path) -> None:
-        Image.new("L", (20, 20), 100).save(folder / "cat" / "000.png")
-        Image.new("RGBA", (20, 20), (1, 2, 3, 4)).save(folder / "cat" / "001.png")
-        assert folder_task(folder).source.images(torch.arange(2)).shape == (2, 3, 16, 16)
-
     def test_unreadable_images_are_skipped_and_counted(self, folder: Path) -> None:
+        Image.new("L", (20, 20), 100).save(folder / "cat" / "000.png")  # these two become RGB
+        Image.new("RGBA", (20, 20), (1, 2, 3, 4)).save(folder / "cat" / "001.png")
         (folder / "cat" / "003.png").write_text("no image")
         short = folder / "dog" / "007.png"
         short.write_bytes(short.read_bytes()[:-400])
@@ -487,7 +440,7 @@ class TestImageFolder:
         task = folder_task(folder)
         assert len(task.skipped) == 3
         assert per_class(task, torch.arange(17)) == [9, 8]
-        task.source.images(torch.arange(17))
+        assert task.source.images(torch.arange(17)).shape == (17, 3, 16, 16)
         (note,) = check(Data(name=f"imagefolder:{folder}", image_size=16, train_size=4), range(2), 4)
         assert note == f"imagefolder:{folder}: skipped 3 unreadable images."
 
@@ -512,21 +465,15 @@ class TestImageFolder:
     )
     def test_invalid_folders(self, tmp_path: Path, files: dict[str, int], said: str) -> None:
         write_images(tmp_path, files)
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match=rf"{re.escape(said)}(?s:.*)\nNothing was trained\.$"):
             folder_task(tmp_path)
-        assert said in str(error.value)
-        assert str(error.value).endswith("\nNothing was trained.")
-
-    def test_missing_folder(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="pest"):
-            folder_task(tmp_path / "pest")
 
 
 class TestCifar100Config:
     def test_all_arms_are_valid_and_train_two_steps(self, write_cifar: Callable[[str], Path], tmp_path: Path) -> None:
         """Train the full PyramidNet-200 on six images for two steps, because the whole comparison needs a GPU."""
         pytest.importorskip("timm")
-        from comparison import checks
+        from comparison.preview import check_study
         from comparison.run.training import execute
         from comparison.spec import config
         from comparison.spec.study import Study
@@ -536,7 +483,7 @@ class TestCifar100Config:
         settings["data"] |= {"root": str(write_cifar("cifar100")), "validation_size": 2, "workers": 0}
         settings |= {"batch_size": 2, "max_steps": 2, "device": "cpu", "precision": "float32", "seeds": 2}
         study = Study(config.validate(settings, path.name))
-        assert checks.check_study(study).errors == []
+        assert set(check_study(study).plans) == {"DropBlock", "DropPath"}
         dropblock = next(entry for entry in study.entries({}) if entry.arm.name == "DropBlock")
         outcome = execute(dropblock.runs[0], tmp_path).outcome
         assert outcome is not None

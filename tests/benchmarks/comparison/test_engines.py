@@ -18,12 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("pydantic")
-pytest.importorskip("pebble")
-from comparison.engines import local, ray, runner
-from comparison.engines.folder import Folder
-from comparison.engines.store import Store, StoreError
-from comparison.engines.work import EngineError, failure_of, guarded
+from comparison.engines import local, ray, work
+from comparison.engines.store import Folder, Store, StoreError
+from comparison.engines.work import EngineError, Runner, failure_of, guarded
 from comparison.run.record import Failure, Record
 from comparison.spec.run_spec import Run
 from tests.support.comparison_jobs import job, record_of, run_of, runs_of, starts
@@ -41,15 +38,13 @@ def store(tmp_path: Path) -> Store:
 
 def train(runs: list[Run], store: Store, folder: Path, workers: int = 1) -> dict[str, Record]:
     """Train with the local engine until nothing is missing, as the comparison does."""
-    trainer = runner.Runner(
-        store, partial(local.train, workers=workers), folder, lambda *_: nullcontext(lambda _: None)
-    )
+    trainer = Runner(store, partial(local.train, workers=workers), folder, lambda *_: nullcontext(lambda _: None))
     return dict(trainer.ensure(runs, ""))
 
 
 @pytest.fixture(autouse=True)
 def jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "execute", job)
+    monkeypatch.setattr(work, "execute", job)
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -105,7 +100,7 @@ class TestStore:
         assert list(store.path.iterdir()) == []
 
     def test_a_folder_in_use_is_rejected_until_its_process_ends(self, tmp_path: Path) -> None:
-        code = f"from pathlib import Path; from comparison.engines.folder import Folder\nwith Folder(Path({str(tmp_path)!r})): print('held', flush=True); input()"
+        code = f"from pathlib import Path; from comparison.engines.store import Folder\nwith Folder(Path({str(tmp_path)!r})): print('held', flush=True); input()"
         holder = subprocess.Popen([sys.executable, "-c", code], env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert holder.stdout
         assert holder.stdout.readline()
@@ -210,7 +205,7 @@ class TestRunner:
             asked.extend(runs)
             return (record_of(run) for run in runs)
 
-        trainer = runner.Runner(store, engine, tmp_path, lambda *_: nullcontext(lambda _: None), retry)
+        trainer = Runner(store, engine, tmp_path, lambda *_: nullcontext(lambda _: None), retry)
         trainer.ensure(self.RUNS, "")
         assert asked == [other] * trained
         assert set(trainer.requested) == {run.key for run in self.RUNS}
@@ -219,11 +214,11 @@ class TestRunner:
 DRIVER = """
 import sys
 from pathlib import Path
-from tests.benchmarks.comparison.test_engines import Store, runner, train
+from tests.benchmarks.comparison.test_engines import Store, train, work
 from tests.support.comparison_jobs import job, runs_of
 
 if __name__ == "__main__":
-    runner.execute = job
+    work.execute = job
     folder = Path(sys.argv[1])
     train(runs_of("good", "slow", "good", "held", "good", "held", "slow", "good"), Store(folder / "runs"), folder, 2)
 """

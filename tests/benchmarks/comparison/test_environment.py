@@ -12,14 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("pydantic")
-pytest.importorskip("rich")
 from rich.console import Console
 
-from comparison.report import progress
-from comparison.run.environment import environment, revision
-from comparison.run.record import Failure, Record
+from comparison.report import table
+from comparison.run.record import Failure, Record, environment, revision
 from tests.support.programs import ROOT
 
 
@@ -66,28 +62,20 @@ class TestRevision:
 
 
 class TestProgress:
-    def test_a_pipe_gets_ten_lines(self) -> None:
+    RECORDS = [Record(str(i), {}, failure=Failure("nan", "") if i == 3 else None) for i in range(20)]
+
+    def progress(self, **settings: bool) -> str:
         out = io.StringIO()
-        with progress.watch(Console(file=out, width=100), 20) as advance:
-            for i in range(20):
-                advance(Record(str(i), {}, failure=Failure("nan", "") if i == 3 else None))
-        lines = out.getvalue().splitlines()
+        with table.watch(Console(file=out, width=100, **settings), 20, "Final runs") as advance:
+            for record in self.RECORDS:
+                advance(record)
+        return out.getvalue()
+
+    def test_a_pipe_gets_ten_lines(self) -> None:
+        first, *lines = self.progress().splitlines()
+        assert first == "Final runs: 20 runs"
         assert [line.split(" runs")[0] for line in lines] == [f"{n} of 20" for n in range(2, 21, 2)]
         assert "(1 failed)" in lines[-1]
 
     def test_a_terminal_gets_a_bar(self) -> None:
-        out = io.StringIO()
-        with progress.watch(Console(file=out, width=100, force_terminal=True), 2) as advance:
-            advance(Record("a", {}))
-        assert "1/2" in out.getvalue()
-
-    @pytest.mark.parametrize(
-        ("done", "failed", "text"),
-        [
-            (30, 1, "30 of 100 runs (1 failed) after 1.0 min, about 2.3 min left"),
-            (1, 0, "1 of 100 runs after 1.0 min"),
-            (100, 0, "100 of 100 runs after 1.0 min"),
-        ],
-    )
-    def test_a_line_estimates_the_time_left(self, done: int, failed: int, text: str) -> None:
-        assert progress.line(done, 100, failed, 60.0) == text
+        assert "100%" in self.progress(force_terminal=True)

@@ -13,19 +13,14 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("sklearn")
-pytest.importorskip("pydantic")
 from sklearn.metrics import log_loss
 
-from comparison.analysis import arm_summary, inference, intervals
+from comparison.analysis import inference, intervals, summary
 from comparison.analysis.inference import RunMetric, difference, holm, minimum_detectable, permutation_p
 from comparison.analysis.schema import Difference
 from comparison.run import metrics
 
 NUMBERS = st.floats(-50, 50).map(lambda value: round(value, 3))
-
-
 DIFFERENCES = st.lists(NUMBERS, min_size=2, max_size=9)
 
 
@@ -54,11 +49,8 @@ class TestMetrics:
         assert found.accuracy == pytest.approx(100 * (logits.argmax(1) == labels).double().mean().item())
         assert found.images["nll"].mean() == pytest.approx(found.nll, rel=1e-6)
         assert found.images["confidence"] == pytest.approx(logits.softmax(1).amax(1).numpy(), rel=1e-5)
-        assert {name: array.dtype.name for name, array in found.images.items()} == {
-            "correct": "bool",
-            "nll": "float32",
-            "confidence": "float32",
-        }
+        dtypes = {name: array.dtype.name for name, array in found.images.items()}
+        assert dtypes == {"correct": "bool", "nll": "float32", "confidence": "float32"}
 
     @given(
         st.lists(st.tuples(st.integers(0, 30).map(lambda k: k / 30) | st.floats(0, 1), st.booleans()), min_size=1),
@@ -74,7 +66,7 @@ class TestMetrics:
 
     def test_reliability_bins_match_the_ece(self) -> None:
         found = metrics.score(*made_scores(5))
-        bins = arm_summary.reliability(found.images["confidence"], found.images["correct"])
+        bins = summary.reliability(found.images["confidence"], found.images["correct"])
         assert sum(b.count for b in bins) == 300
         assert [b.confidence for b in bins] == sorted(b.confidence for b in bins)
         assert sum(b.count * abs(b.confidence - b.accuracy) for b in bins) / 3 == pytest.approx(found.ece)
@@ -267,10 +259,7 @@ class TestMinimumDetectable:
 
     @pytest.mark.parametrize("pairs", [2, 3, 4, 16, 40])
     def test_pairs_for_half_is_minimal(self, pairs: int) -> None:
-        def detectable(count: int) -> float:
-            return inference._noncentrality(count) / count**0.5
-
-        enough = inference.pairs_for_half(pairs)
+        enough, detectable = inference.pairs_for_half(pairs), inference.detectable
         assert detectable(enough) <= detectable(pairs) / 2 < detectable(enough - 1)
         assert pairs < enough <= 4 * pairs
 
@@ -291,10 +280,7 @@ def against_zero(values: Sequence[float]) -> Difference:
 class TestDifference:
     def test_difference_is_paired_over_common_seeds(self) -> None:
         found = difference(arm([10.0, 20.0, 30.0]), arm([19.0, 28.0, 7.0], first=1))
-        assert found.seeds == [1, 2]
-        assert found.values == [1.0, 2.0]
-        assert found.mean == 1.5
-        assert found.p_smallest == 0.5
+        assert (found.seeds, found.values, found.mean, found.p_smallest) == ([1, 2], [1.0, 2.0], 1.5, 0.5)
 
     def test_no_common_seeds_raise(self) -> None:
         with pytest.raises(ValueError, match=r"no common seeds: \[0\] and \[1\]"):

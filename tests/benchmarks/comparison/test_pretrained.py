@@ -8,22 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("timm")
-pytest.importorskip("torchvision")
-pytest.importorskip("sklearn")
-pytest.importorskip("pydantic")
 import timm
+import torch
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
 
-from comparison.run import models, pretrained
-from comparison.run.linear_probe import LinearProbe
+from comparison.run import models
+from comparison.run.models import LinearProbe
 from comparison.run.run_setup import at_final_rate, prepare
 from comparison.run.training import batch_of, execute, step
-from comparison.spec.errors import ConfigError
-from comparison.spec.run_spec import Arm, Data, Model, Run
+from comparison.spec.run_spec import Arm, ConfigError, Data, Model, Run
 
 NAME = "tf_efficientnet_lite0"
 PALACE, DAISY = 698, 985
@@ -57,7 +51,7 @@ class TestPackage:
 
     def test_a_model_with_more_tensors_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"do not fit .*: 296 tensors for \d+"):
-            pretrained.load_from_package(timm.create_model("efficientnet_b0"), NAME, 9)
+            models.load_from_package(timm.create_model("efficientnet_b0"), NAME, 9)
 
 
 class TestErrors:
@@ -69,14 +63,14 @@ class TestErrors:
         def missing(name: str) -> None:
             raise PackageNotFoundError(name)
 
-        monkeypatch.setattr(pretrained, "distribution", missing)
+        monkeypatch.setattr(models, "distribution", missing)
         with pytest.raises(
             ConfigError, match=r"is not installed.\n  install it: pip install efficientnet-lite0-.*==0.1.0"
         ):
             build()
 
     def test_another_version_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(pretrained, "distribution", lambda _: SimpleNamespace(version="0.2.0"))
+        monkeypatch.setattr(models, "distribution", lambda _: SimpleNamespace(version="0.2.0"))
         with pytest.raises(ConfigError, match=r"has version 0.2.0.\n  install it: "):
             build()
 

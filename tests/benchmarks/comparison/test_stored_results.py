@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("pydantic")
 from comparison.analysis import intervals
 from comparison.analysis.inference import RunMetric, difference, holm_corrected
 from comparison.analysis.schema import METRICS, ArmSummary, Cell, Difference, Summary

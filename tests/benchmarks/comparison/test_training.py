@@ -9,26 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("timm")
-pytest.importorskip("torchvision")
-pytest.importorskip("sklearn")
-pytest.importorskip("pydantic")
-pytest.importorskip("yaml")
-from comparison.run import checkpoints, training
+from comparison.run import training
 from comparison.run.footprint_check import changes, footprint
 from comparison.run.record import Outcome, Record
 from comparison.run.training import execute
 from comparison.spec.run_spec import Arm, Data, Model, Optimizer, Run
 
 SITES = ("layer*.*.bn2",)
-
-
 NONE = Arm(name="none", kind="none")
-
-
 DROPBLOCK = Arm(name="DropBlock", call="DropBlock(p=0.2, block_size=3)", p=0.2, layers=SITES)
-
-
 RUN = Run(
     data=Data(name="digits", train_size=40, validation_size=40),
     model=Model(name="resnet10t", kwargs={"channels": (16, 24, 32, 48), "stem_width": 8}, identity=("maxpool",)),
@@ -172,24 +161,23 @@ class TestSettings:
 class TestCheckpoints:
     @pytest.mark.parametrize("arm", [NONE, DROPBLOCK], ids=["none", "DropBlock"])
     def test_a_resumed_run_is_bit_identical(self, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+        monkeypatch.setattr(training, "SECONDS", 0.0)
         run, saved = RUN.model_copy(update={"arm": arm, "epochs": 6}), []
-        save = checkpoints.Checkpoint.save
+        save = training.Checkpoint.save
 
-        def interrupted(checkpoint: checkpoints.Checkpoint, epoch: int, history: Any) -> None:
+        def interrupted(checkpoint: training.Checkpoint, epoch: int, history: Any) -> None:
             saved.append(epoch)
             if saved == [1, 2, 3, 4]:
                 raise KeyboardInterrupt
             save(checkpoint, epoch, history)
 
-        monkeypatch.setattr(checkpoints.Checkpoint, "save", interrupted)
+        monkeypatch.setattr(training.Checkpoint, "save", interrupted)
         with pytest.raises(KeyboardInterrupt):
             execute(run, tmp_path)
         resumed = execute(run, tmp_path)
         assert saved == [1, 2, 3, 4, 4]
-        assert list(tmp_path.glob("*.pt")), "the checkpoint is kept until the record is stored"
-        checkpoints.delete(tmp_path, run.key)
-        assert not list(tmp_path.iterdir())
+        # The checkpoint is kept until the record is stored.
+        assert list(tmp_path.iterdir()) == [training.checkpoint_path(tmp_path, run.key)]
         whole = execute(run, tmp_path / "whole")
         assert resumed.outcome == whole.outcome
 
@@ -199,9 +187,9 @@ class TestCheckpoints:
         assert outcome_of(tmp_path) == none
 
     def test_measured_epochs_are_not_checkpointed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+        monkeypatch.setattr(training, "SECONDS", 0.0)
         saved: list[int] = []
-        monkeypatch.setattr(checkpoints.Checkpoint, "save", lambda _, epoch, history: saved.append(epoch))
+        monkeypatch.setattr(training.Checkpoint, "save", lambda _, epoch, history: saved.append(epoch))
         outcome_of(tmp_path, epochs=4)
         assert saved == [1, 2]
         assert training.MEASURED_PART == 20

@@ -9,12 +9,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pydantic")
-pytest.importorskip("timm")
-pytest.importorskip("torchvision")
-pytest.importorskip("yaml")
-from comparison.engines.runner import Runner
 from comparison.engines.store import Store
+from comparison.engines.work import Runner
 from comparison.run.record import Failure, Record
 from comparison.spec.arms import is_identity_at_0
 from comparison.spec.config import NONE, validate
@@ -107,8 +103,7 @@ class TestStudy:
         assert peer.arm.p == entries["Dropout"].arm.p == 0.2
         assert (peer.tuning, peer.like) == (None, "Dropout")
         assert entries["Dropout"].tuning is not None
-
-    def test_selecting_a_peer_tunes_its_counterpart(self) -> None:
+        # A selected peer tunes its counterpart.
         assert [name for _, name in self.study(["timm.DropBlock2d (equal p)"]).searches()] == ["none", "Dropout"]
 
     def test_every_comparison_has_controls(self) -> None:

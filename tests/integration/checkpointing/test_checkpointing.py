@@ -18,13 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hookdrop import (
-    Dropout,
-    HookdropWarning,
-    Injection,
-    LinearSchedule,
-    inject,
-)
+from hookdrop import Dropout, HookdropWarning, Injection, LinearSchedule, inject
 from hookdrop.hooks import checkpointing
 from hookdrop.hooks.checkpointing import is_recomputing
 from tests.support.checkpointing import MODES, Forward, non_reentrant, plain, reentrant, run

@@ -2,45 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import product
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from hookdrop import DropBlock, HookdropWarning, LinearSchedule, ShapeError, inject
 from hookdrop.functional import drop_block
-from tests.support.compiling import Net
 from tests.support.tensors import zero_fraction
 
-X = torch.ones(16, 16, 20, 20)
+NORMALIZE = ["batch", "sample", "expected", None]
 
 
-@pytest.mark.parametrize("normalize", ["batch", "sample", "expected", None])
-@pytest.mark.parametrize(("p", "per_channel"), [(0.1, True), (0.1, False), (0.97, True)])
-def test_compiled_matches_eager_with_the_same_seed(normalize: str | None, per_channel: bool, p: float) -> None:
-    """Forward and gradient, with sparse and with dense seeds."""
-    x = torch.randn(X.shape).requires_grad_()
+class Variants(nn.Module):
+    """A site for each way to normalize, to share masks and to draw: with sparse and with dense seeds."""
 
-    def both(call: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def __init__(self) -> None:
+        super().__init__()
+        variants = list(product(NORMALIZE, [(0.1, True), (0.1, False), (0.97, True)]))
+        self.sites = nn.ModuleList(nn.Identity() for _ in variants)
+        for i, (normalize, (p, per_channel)) in enumerate(variants):
+            drop = DropBlock(p, 5, normalize=normalize, per_channel=per_channel)
+            inject(self, drop, layers=f"sites.{i}", name=f"variant {i}")
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [site(x) for site in self.sites]
+
+
+def test_compiled_matches_eager_with_the_same_seed() -> None:
+    """Forward and gradient."""
+    model, x = Variants(), torch.randn(8, 16, 20, 20).requires_grad_()
+
+    def outputs_and_gradients(call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         torch.manual_seed(3)
-        y = call(x)  # type: ignore[operator]
-        return y.detach(), torch.autograd.grad((y * y).sum(), x)[0]
+        outputs = call(x)
+        return [*outputs, *(torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in outputs)]
 
-    model = Net()
-    inject(model, DropBlock(p, 5, normalize=normalize, per_channel=per_channel), layers="inner")
-    for ours, theirs in zip(both(torch.compile(model, backend="aot_eager", fullgraph=True)), both(model), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    found = outputs_and_gradients(torch.compile(model, backend="aot_eager", fullgraph=True))
+    torch.testing.assert_close(found, outputs_and_gradients(model))
 
 
-@pytest.mark.parametrize(("normalize", "p"), [("batch", 0.3), ("batch", 0.97), ("sample", 0.3), ("expected", 0.3)])
-def test_vmap_draws_a_mask_for_each_slice(normalize: str, p: float) -> None:
-    def both(x: torch.Tensor) -> torch.Tensor:
-        return vmap(lambda x: drop_block(x, p, 3, normalize=normalize), randomness="different")(x)
+def test_vmap_draws_a_mask_for_each_slice() -> None:
+    cases = [("batch", 0.3), ("batch", 0.97), ("sample", 0.3), ("expected", 0.3)]
 
-    y = torch.compile(both, backend="aot_eager", fullgraph=True)(torch.ones(5, 4, 8, 20, 20))
-    assert len(torch.unique(y == 0, dim=0)) == 5
-    if normalize == "batch":
-        torch.testing.assert_close(y.mean((1, 2, 3, 4)), torch.ones(5))
+    def slices(x: Tensor) -> list[Tensor]:
+        return [vmap(lambda x: drop_block(x, p, 3, normalize=n), randomness="different")(x) for n, p in cases]  # noqa: B023
+
+    outputs = torch.compile(slices, backend="aot_eager", fullgraph=True)(torch.ones(5, 4, 8, 20, 20))
+    for (normalize, _), y in zip(cases, outputs, strict=True):
+        assert len(torch.unique(y == 0, dim=0)) == 5
+        if normalize == "batch":
+            torch.testing.assert_close(y.mean((1, 2, 3, 4)), torch.ones(5))
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 and older refuse it")
@@ -57,7 +72,7 @@ def test_per_slice_gradients_drop_at_p(p: float) -> None:
 def test_unsupported_shape_raises() -> None:
     model = nn.Sequential(nn.Identity())
     inject(model, DropBlock(0.3, 3), layers="0")
-    with pytest.raises(ShapeError, match="DropBlock at '0' got \\(2, 5, 8\\): tokens have no map"):
+    with pytest.raises(ShapeError):
         torch.compile(model, backend="eager")(torch.ones(2, 5, 8))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,9 +29,9 @@ from tests.support.leaks import no_leaks
 from tests.support.models import without_zeros
 from tests.support.programs import run_code
 from tests.support.tensors import zero_fraction
-from tests.support.transformers_models import IDS, llama
 
 X = torch.ones(20_000)
+STRICT = ("-W", "error::UserWarning")
 
 
 def net() -> nn.Module:
@@ -46,22 +46,17 @@ def compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="eager")
 
 
-@pytest.mark.parametrize("start", [0, 7])
-def test_a_schedule_that_is_not_advancing_warns(start: int) -> None:
+def test_a_schedule_that_is_not_advancing_warns() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-    drop.seek(start)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    fast = compiled(model)
+    optimizer, fast = torch.optim.SGD(model.parameters(), 1e-3), compiled(model)
 
     def update(times: int) -> None:
         for _ in range(times):
             fast(torch.ones(2)).sum().backward()
             optimizer.step()
 
-    with pytest.warns(
-        HookdropWarning, match=f"still at step {start} of LinearSchedule.*its schedule is not advancing"
-    ) as caught:
+    with pytest.warns(HookdropWarning, match="still at step 0 of LinearSchedule") as caught:
         update(3 * UPDATES_BEFORE_WARNING)
     assert len(caught) == 1
     assert any("its schedule is not advancing" in problem for problem in drop.check())
@@ -89,8 +84,13 @@ def step_function(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return torch.compile(lambda x: model(x) * 1.0, **ONE_GRAPH)
 
 
-@pytest.mark.parametrize("regularizer", [Dropout(0.5), DropBlock(0.5, 3, normalize=None)], ids=repr)
-@pytest.mark.parametrize("compile_", [whole, in_place, by_regions, step_function])
+@pytest.mark.parametrize(
+    ("compile_", "regularizer"),
+    [
+        (whole, DropBlock(0.5, 3, normalize=None)), (whole, Dropout(0.5)), (in_place, Dropout(0.5)),
+        (by_regions, Dropout(0.5)), (step_function, Dropout(0.5)),
+    ],
+)  # fmt: skip
 def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(
     compile_: Callable[..., Any], regularizer: Regularizer
 ) -> None:
@@ -147,8 +147,7 @@ def test_unrelated_compiled_models_are_not_recompiled() -> None:
 
 
 def test_hooked_and_clean_models_do_not_share_code_if_hooked_before_importing_the_compiler() -> None:
-    run_code(
-        """
+    run_code("""
 import torch
 from torch import nn
 from hookdrop import Dropout, inject
@@ -156,15 +155,11 @@ models = [nn.Sequential(nn.Identity()) for _ in range(2)]
 inject(models[1], Dropout(0.5), layers="0")
 clean, hooked = (torch.compile(model, backend="eager")(torch.ones(20_000)) for model in models)
 assert (clean == 0).sum() == 0 and 0.4 < (hooked == 0).float().mean() < 0.6
-""",
-        "-W",
-        "error::UserWarning",
-    )
+""", *STRICT)  # fmt: skip
 
 
 def test_code_compiled_before_importing_hookdrop_is_recompiled_once() -> None:
-    run_code(
-        """
+    run_code("""
 import warnings, torch
 from torch import nn
 model = nn.Sequential(nn.Identity())
@@ -178,21 +173,7 @@ with warnings.catch_warnings(record=True) as caught:
     drop.remove()
     inject(model, Dropout(0.5), layers="0")
 assert ["import hookdrop before the first compiled call" in str(w.message) for w in caught] == [True], caught
-""",
-        "-W",
-        "error::UserWarning",
-    )
-
-
-def test_export_does_not_count_as_a_compiled_model() -> None:
-    run_code("""
-import warnings, torch
-from torch import nn
-from hookdrop import Dropout, inject
-torch.export.export(nn.Sequential(nn.Linear(2, 2)).eval(), (torch.ones(1, 2),))
-warnings.simplefilter("error", UserWarning)
-inject(nn.Sequential(nn.Linear(2, 2)), Dropout(0.5), layers="0")
-""")
+""", *STRICT)  # fmt: skip
 
 
 def test_enabling_and_sampling_take_effect() -> None:
@@ -227,9 +208,7 @@ def test_inject_inside_a_trace_raises() -> None:
             torch.jit.trace(step, X)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # raised by dynamo at a graph break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo at a graph break
 def test_a_compiled_train_step_follows_the_optimizer() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
@@ -265,41 +244,18 @@ class Attention(nn.Module):
         return nn.functional.dropout(x, self.attention_dropout, self.training)
 
 
-@pytest.fixture
-def recompile_limit() -> Iterator[int]:
-    """Below PyTorch's default of 8, so that fewer compilations reach it."""
-    with torch._dynamo.config.patch(recompile_limit=3):
-        yield 3
-
-
 @pytest.mark.parametrize(("layer", "backend"), [(Attention, "eager"), (lambda: nn.Dropout(0.0), "aot_eager")])
-def test_scheduled_set_dropout_never_keeps_an_old_rate(
-    layer: Callable[[], nn.Module], backend: str, recompile_limit: int
-) -> None:
+@torch._dynamo.config.patch(recompile_limit=3)
+def test_scheduled_set_dropout_never_keeps_an_old_rate(layer: Callable[[], nn.Module], backend: str) -> None:
     """Each rate is compiled anew; beyond PyTorch's limit of recompilations, the code runs uncompiled."""
     model = nn.Sequential(layer()).train()
-    change = inject(model, set_dropout(p=0.6), schedule=LinearSchedule(recompile_limit + 4), example_input=X)
+    change = inject(model, set_dropout(p=0.6), schedule=LinearSchedule(7), example_input=X)
     fast = torch.compile(model, backend=backend)
     while change.step_count < change.schedule.settles_at:
         change.step()
         expected = 0.6 * change.step_count / change.schedule.settles_at
         assert zeroed(fast) == pytest.approx(expected, abs=0.018)  # 5 standard errors
-    assert graphs() == recompile_limit
-
-
-def test_scheduled_attention_dropout_of_compiled_llama(recompile_limit: int) -> None:
-    """Bit-equal to the uncompiled model at each step, also beyond PyTorch's limit of recompilations."""
-    model = llama("Model", num_hidden_layers=1).train()
-    change = inject(model, set_dropout(p=0.6), schedule=LinearSchedule(recompile_limit + 2))
-    fast = torch.compile(model, backend="eager")
-    found = []
-    for step in range(change.schedule.settles_at + 1):
-        change.seek(step)
-        for call in (fast, model):
-            torch.manual_seed(0)
-            found.append(call(input_ids=IDS).last_hidden_state)
-        assert torch.equal(*found[-2:])
-        assert step == 0 or not torch.equal(*found[-3:-1])
+    assert graphs() == 3
 
 
 def test_switching_set_dropout_compiles_two_graphs() -> None:

@@ -57,7 +57,7 @@ class Branches(nn.Module):
 
     def __init__(self, cases: list[Case]) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(nn.Identity() for _ in cases)
+        self.branches = nn.ModuleList(case.layer for case in cases)
         for number, case in enumerate(cases):
             inject(self, case.regularizer, layers=f"branches.{number}", name=str(number))
 
@@ -112,11 +112,10 @@ MULTIPLYING = {"DropBlock": DropBlock(0.4, 3), "Dropout": Dropout(0.4), "Gaussia
 
 
 @replays
-@pytest.mark.parametrize("name", ["DropBlock", "GaussianDropout"])
 @pytest.mark.filterwarnings("ignore")  # raised by the compiler
-def test_one_graph_serves_all_rates_and_shapes(name: str) -> None:
+def test_one_graph_serves_all_rates_and_shapes() -> None:
     model = Site()
-    drop = inject(model, MULTIPLYING[name], layers="site", schedule=LinearSchedule(4))
+    drop = inject(model, GaussianDropout(0.4), layers="site", schedule=LinearSchedule(4))
     with low_budget():
         fast = torch.compile(model, fullgraph=True, dynamic=True)
         for step in (1, 2, 3):

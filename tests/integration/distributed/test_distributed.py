@@ -1,7 +1,6 @@
 """Several ranks: DDP, FSDP2, tensor parallelism, sharded checkpoints, and seeds.
 
-torchrun starts the programs in `tests/integration/distributed/programs/`; each rank writes its results to a file, which the tests
-here read.
+Each rank of a program in `tests/integration/distributed/programs/` writes its results to a file, which the tests here read.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ from hookdrop import (
     seed_per_rank,
 )
 from tests.integration.distributed.programs.nets import Net, output
-from tests.support.programs import ROOT, locked_folder, run_python
+from tests.support.programs import ROOT, locked_folder
+from tests.support.ranks import run_ranks
 
 PROGRAMS = ROOT / "tests" / "integration" / "distributed" / "programs"
 
@@ -49,7 +49,7 @@ def run_program(folder: Path, program: str, *arguments: object, ranks: int) -> R
     """The results of a program; it runs once."""
     files = [folder / f"rank{rank}.json" for rank in range(ranks)]
     if not files[0].exists():
-        run_python(PROGRAMS / f"{program}.py", folder, *arguments, ranks=ranks)
+        run_ranks(PROGRAMS / f"{program}.py", folder, *arguments, ranks=ranks)
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -101,6 +101,7 @@ def test_masks_differ_between_ranks_seeded_per_rank(results: Results, how: str) 
     assert first[0] == second[0]  # the schedule starts at rate 0
     assert not set(first[times:]) & set(second[times:])
     assert len(set(first)) == 3
+    assert first[0::times] == first[times - 1 :: times]  # the recompute has the mask of its forward
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
@@ -113,6 +114,13 @@ def test_dropped_layers_heads_and_subsets_need_no_find_unused_parameters(results
     assert {(True, True), (False, False)} & pairs
 
 
+def test_penalties_are_part_of_the_loss_of_each_rank(tmp_path: Path) -> None:
+    """The gradients are the mean over models without hooks, with the penalty by hand; also with sharded activations."""
+    for facts in run_program(tmp_path, "penalties", ranks=2):
+        assert len(facts) == 6
+        assert max(facts.values()) <= 1e-6
+
+
 def test_branches_are_skipped_on_all_ranks_together(results: Results) -> None:
     """With one seed per step, also if ranks have batches of different sizes and checkpoints recompute."""
     ranks = by_rank(results, "branches")
@@ -123,11 +131,6 @@ def test_branches_are_skipped_on_all_ranks_together(results: Results) -> None:
     assert all(step[:3] == step[3:] for step in steps)  # forward and recompute
     assert len(set(steps)) > 3
     assert not any(rank["problems"] for rank in ranks)
-
-
-def test_a_checkpointed_block_under_fsdp_recomputes_with_the_same_mask(results: Results) -> None:
-    for facts in by_rank(results, "fsdp checkpointed"):
-        assert facts["masks"][0::2] == facts["masks"][1::2]
 
 
 @WRAPPED
@@ -226,13 +229,12 @@ def test_a_partial_sum_raises_with_the_order_that_works(drop: Regularizer, tmp_p
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["Dropout", "Dropout1d"])
-def test_probe_counts_all_shards_of_a_dtensor(results: Results, name: str) -> None:
+def test_probe_counts_all_shards_of_a_dtensor(results: Results) -> None:
     """On each rank, a sum over a DTensor is a partial sum."""
     for facts in by_rank(results, "tensor parallel"):
         # 192 channels in three forwards: the standard deviation is .02.
-        assert facts[f"{name} False"]["dropped"] == pytest.approx(0.5, abs=0.1)
-        assert facts[f"{name} False"]["mean ratio"] == pytest.approx(1.0, abs=0.2)
+        assert facts["Dropout1d False"]["dropped"] == pytest.approx(0.5, abs=0.1)
+        assert facts["Dropout1d False"]["mean ratio"] == pytest.approx(1.0, abs=0.2)
 
 
 def test_dropblock_accepts_local_tensors_and_rejects_dtensors(results: Results) -> None:
@@ -344,9 +346,7 @@ def test_asynchronous_saves_and_conversions_keep_the_state(two_ranks: tuple[Path
 
 
 @WITHOUT_PROCESS_GROUP
-def test_a_checkpoint_of_other_sites_raises_and_changes_nothing(
-    two_ranks: tuple[Path, Results],
-) -> None:
+def test_a_checkpoint_of_other_sites_raises_and_changes_nothing(two_ranks: tuple[Path, Results]) -> None:
     net = Net()
     drop = inject(net, DropBlock(0.4, 3), layers=["stem", "blocks.0.norm"], schedule=LinearSchedule(10))
     with pytest.raises(

@@ -71,14 +71,10 @@ def cells(lines: list[str], name: str) -> list[str]:
 
 
 def test_layers_lists_type_shape_and_calls(run: Any) -> None:
-    lines = run("layers", "resnet18")
+    lines = run("layers", "torchvision:resnet18")
     assert re.split(r"\s{2,}", lines[2]) == ["site", "type", "shape", "calls"]
     assert cells(lines, "layer3.1.bn2") == ["BatchNorm2d", "1x256x14x14", "1"]
-    assert cells(lines, "fc") == ["Linear", "1x1000", "1"]
-
-
-def test_layers_counts_the_calls_of_a_reused_layer(run: Any) -> None:
-    assert cells(run("layers", "torchvision:resnet18"), "layer1.0.relu")[-1] == "2"
+    assert cells(lines, "layer1.0.relu") == ["ReLU", "1x64x56x56", "2"]
 
 
 def test_match_accepts_globs_and_full_names(run: Any) -> None:
@@ -96,7 +92,6 @@ def test_match_accepts_globs_and_full_names(run: Any) -> None:
         ("test_vit", "1x3x160x160", "blocks.0", "1x101x64"),
         ("r3d_18", "1x3x16x224x224", "layer2", "1x128x8x56x56"),
         ("raft_small", "1x3x224x224, 1x3x224x224", "feature_encoder", "2x128x28x28"),
-        ("quantized_mobilenet_v2", "1x3x224x224", "features.18", "1x1280x7x7"),
         ("fasterrcnn_mobilenet_v3_large_320_fpn", "3x224x224", "rpn.head.conv", "1x256x5x5"),
     ],
 )
@@ -115,28 +110,24 @@ def test_models_on_the_cpu_are_reproducible_and_keep_the_rng_state() -> None:
 
 
 def test_models_are_built_on_the_meta_device() -> None:
-    assert all(parameter.is_meta for parameter in models.load("vit_h_14")[1].parameters())
+    assert all(parameter.is_meta for parameter in models.load("vit_b_32")[1].parameters())
 
 
-@pytest.mark.parametrize(("size", "shape"), [("64", "1x3x64x64"), ("64x96", "1x3x64x96"), ("3x96x64", "1x3x96x64")])
+@pytest.mark.parametrize(("size", "shape"), [("64", "1x3x64x64"), ("3x96x64", "1x3x96x64")])
 def test_input_size_overrides_the_default(run: Any, size: str, shape: str) -> None:
-    title, *_ = run("layers", "resnet18", "--layers", "fc", "--input-size", size)
-    assert f"input {shape}" in title
-
-
-@pytest.mark.parametrize("size", ["big", "0", "64x", "-64", "1x3x64x64"])
-def test_invalid_input_size_is_an_error(run_error: Any, size: str) -> None:
-    assert "the input size" in run_error("layers", "resnet18", f"--input-size={size}")
-
-
-def test_input_size_that_the_model_rejects_is_an_error(run_error: Any) -> None:
-    assert "Input height (64) doesn't match" in run_error("layers", "vit_tiny_patch16_224", "--input-size", "64")
+    assert f"input {shape}" in run("layers", "resnet18", "--layers", "fc", "--input-size", size)[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "library"),
-    [("resnet18", "timm"), ("timm:resnet18", "timm"), ("torchvision:resnet18", "torchvision")],
+    ("name", "size", "text"),
+    [("resnet18", size, "the input size") for size in ("big", "0", "64x", "-64", "1x3x64x64")]
+    + [("vit_tiny_patch16_224", "64", "Input height (64) doesn't match")],
 )
+def test_invalid_input_size_is_an_error(run_error: Any, name: str, size: str, text: str) -> None:
+    assert text in run_error("layers", name, f"--input-size={size}")
+
+
+@pytest.mark.parametrize(("name", "library"), [("resnet18", "timm"), ("torchvision:resnet18", "torchvision")])
 def test_name_in_both_libraries_selects_timm_by_default(run: Any, name: str, library: str) -> None:
     title, *rest = run("layers", name)
     assert title.startswith(f"resnet18 from {library}, ")
@@ -144,21 +135,22 @@ def test_name_in_both_libraries_selects_timm_by_default(run: Any, name: str, lib
     assert any(line.startswith("layer1.0.act1") for line in rest) == (library == "timm")
 
 
-def test_timm_pretrained_tag_is_part_of_the_name(run: Any, run_error: Any) -> None:
+def test_timm_pretrained_tag_is_part_of_the_name(run: Any) -> None:
     assert run("layers", "resnet18.a1_in1k", "--layers", "fc")[0].startswith("resnet18.a1_in1k from timm")
-    assert "timm can't build 'resnet18.zzz': RuntimeError: Invalid pretrained tag" in run_error(
-        "layers", "resnet18.zzz"
-    )
 
 
-def test_unknown_model_suggests_names_from_both_libraries(run_error: Any) -> None:
-    message = run_error("layers", "resnet5")
-    assert re.search("did you mean: timm:resnet50.*torchvision:resnet50", message)
-
-
-@pytest.mark.parametrize("name", ["timm:swin_t", "torchvision:vit_tiny_patch16_224", "hf-hub:timm/resnet18", "qqqqqq"])
-def test_name_missing_from_its_library_is_an_error(run_error: Any, name: str) -> None:
-    assert "there is no model" in run_error("layers", name)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("resnet18.zzz", "timm can't build 'resnet18.zzz': RuntimeError: Invalid pretrained tag"),
+        ("resnet5", "did you mean: timm:resnet50.*torchvision:resnet50"),
+        ("timm:swin_t", "there is no model"),
+        ("torchvision:vit_tiny_patch16_224", "there is no model"),
+        ("hf-hub:timm/resnet18", "there is no model"),
+    ],
+)
+def test_unknown_model_is_an_error(run_error: Any, name: str, text: str) -> None:
+    assert re.search(text, run_error("layers", name))
 
 
 # plan
@@ -207,8 +199,6 @@ def test_code_in_the_regularizer_is_not_executed(run_error: Any, tmp_path: Path)
     [
         ("DropBlok(p=0.1)", "did you mean: DropBlock"),
         ("Dropout(p=10)", "write p=0.1"),
-        ("Dropout(q=0.1)", "signature: Dropout("),
-        ("nn.Dropout(0.1)", "write 'Dropout'"),
         ("", "cannot parse"),
     ],
 )
@@ -234,17 +224,15 @@ def test_a_recipe_takes_the_same_options(run: Any, run_error: Any) -> None:
 # extras and usage
 
 
-@pytest.mark.parametrize(("lines", "options"), [(1, ["--layers=**"]), (0, ["--layers=fc"])])
-def test_closed_pipe_causes_no_traceback(lines: int, options: list[str]) -> None:
-    command = [sys.executable, "-m", "hookdrop", "layers", "resnet18", *options]
+def test_closed_pipe_causes_no_traceback() -> None:
+    command = [sys.executable, "-m", "hookdrop", "layers", "resnet18", "--layers=**"]
     # The smallest pipe: a long list does not fit, so writing to the closed pipe fails.
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, pipesize=4096) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        read = [process.stdout.readline() for _ in range(lines)]
+        assert process.stdout.readline().startswith("resnet18 from timm")
         process.stdout.close()
         assert process.stderr.read() == ""
-    assert all(line.startswith("resnet18 from timm") for line in read)
 
 
 def test_missing_extra_prints_the_install_command(run_error: Any, monkeypatch: pytest.MonkeyPatch) -> None:

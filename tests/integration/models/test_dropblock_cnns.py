@@ -24,6 +24,7 @@ timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
 
 Drop = Callable[[Tensor], Tensor]
+SMALL = {"channels": (8, 16, 16, 32), "stem_width": 8}
 
 
 def conv_norm(layers: Any, x: Tensor, drop: Drop) -> Tensor:
@@ -53,19 +54,6 @@ def pre_activation(b: Any, x: Tensor, drop: Drop) -> Tensor:
     return drop(b.conv2(drop(b.norm2(b.conv1(x))))) + skip
 
 
-def res2net(b: Any, x: Tensor, drop: Drop) -> Tensor:
-    skip = drop(x) if b.downsample is None else x
-    x = F.relu(drop(b.bn1(b.conv1(x))))
-    outs: list[Tensor] = []
-    for part, conv, norm in zip(torch.split(x, b.width, 1), b.convs, b.bns, strict=False):
-        part = part if b.is_first or not outs else outs[-1] + part
-        outs.append(F.relu(drop(norm(conv(part.contiguous())))))
-    last = torch.split(x, b.width, 1)[-1]
-    x = torch.cat([*outs, b.pool(last) if b.is_first else last], 1)
-    x = drop(b.bn3(b.conv3(x)))
-    return F.relu(x + (skip if b.downsample is None else drop(b.downsample(skip))))
-
-
 def transformers_resnet(b: Any, x: Tensor, drop: Drop) -> Tensor:
     skip = x
     for part in b.layer:
@@ -88,31 +76,20 @@ class Logits(nn.Module):
 
 CNNS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], str, str]] = {
     "MobileNetV2 of torchvision": (
-        from_torchvision("mobilenet_v2", num_classes=5),
-        mobilenet_v2,
-        r"features\.([7-9]|1[0-3])",
-        r"features\.1[4-7]",
+        from_torchvision("mobilenet_v2", num_classes=5), mobilenet_v2, r"features\.([7-9]|1[0-3])", r"features\.1[4-7]",
     ),
     "RegNet of torchvision": (
-        from_torchvision("regnet_x_400mf", num_classes=5),
-        torchvision_regnet,
-        r"trunk_output\.block3\.[^.]*",
-        r"trunk_output\.block4\.[^.]*",
+        from_torchvision("regnet_x_400mf", num_classes=5), torchvision_regnet,
+        r"trunk_output\.block3\.[^.]*", r"trunk_output\.block4\.[^.]*",
     ),
     "ResNetV2 of timm": (
-        from_timm("resnetv2_18", num_classes=5),
-        pre_activation,
-        r"stages\.2\.blocks\.\d",
-        r"stages\.3\.blocks\.\d",
+        from_timm("resnetv2_18", num_classes=5), pre_activation, r"stages\.2\.blocks\.\d", r"stages\.3\.blocks\.\d",
     ),
-    "Res2Net of timm": (from_timm("res2net50_26w_4s", num_classes=5), res2net, r"layer3\.\d", r"layer4\.\d"),
     "ResNet of transformers": (
-        Logits,
-        transformers_resnet,
-        r"model\.encoder\.stages\.2\.layers\.\d",
-        r"model\.encoder\.stages\.3\.layers\.\d",
+        Logits, transformers_resnet,
+        r"model\.encoder\.stages\.2\.layers\.\d", r"model\.encoder\.stages\.3\.layers\.\d",
     ),
-}
+}  # fmt: skip
 """A model, its written-out block, and the names of the blocks of its last two stages."""
 
 
@@ -146,7 +123,7 @@ def test_stages_of_a_dilated_network_end_where_the_dilation_changes() -> None:
     assert {name for name, p in rates.items() if p == 0.05} == {f"backbone.{i}" for i in range(7, 13)}
 
 
-@pytest.mark.parametrize("name", ["skresnet18", "rexnet_100", "resnext26ts"])
+@pytest.mark.parametrize("name", ["skresnet18", "rexnet_100"])
 def test_gates_and_skips_have_no_other_site(name: str) -> None:
     """The sites are the norms of the last stages' blocks, without those of gates, and one for each skip."""
     with torch.device("meta"):
@@ -158,28 +135,21 @@ def test_gates_and_skips_have_no_other_site(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("name", "count", "config"),
-    [
-        ("Bit", 16, {"embedding_size": 32, "hidden_sizes": [128, 128, 256, 256], "depths": [1, 1, 2, 2]}),
-        ("MobileNetV2", 40, {"depth_multiplier": 0.5}),
-    ],
-)
-def test_cnns_of_transformers_train_and_remove(name: str, count: int, config: dict[str, Any]) -> None:
+def test_a_cnn_of_transformers_trains_and_is_restored() -> None:
     """The checks of `benchmarks/zoo.py`: eval output, measured rate, gradients, and removal, bit for bit."""
     from models.catalog import Example
     from models.check import Check
 
     transformers = pytest.importorskip("transformers")
-    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**config))
-    x = torch.randn(2, 3, 64, 64)
+    sizes = {"embedding_size": 32, "hidden_sizes": [128, 128, 256, 256], "depths": [1, 1, 2, 2]}
+    model, x = transformers.BitModel(transformers.BitConfig(**sizes)), torch.randn(2, 3, 64, 64)
     record = Check(model, Example((x,), (x,)), recipe=dropblock_resnet(p=0.1, block_size=3)).run()
     assert record["status"] == "passed", record
-    assert record["sites"] == {"DropBlock": count}
+    assert record["sites"] == {"DropBlock": 16}
 
 
 class TestOtherModelsRaise:
-    @pytest.mark.parametrize("name", ["densenet121", "convnext_tiny", "vgg11_bn"])
+    @pytest.mark.parametrize("name", ["convnext_tiny", "vgg11_bn"])
     def test_model_without_blocks_raises(self, name: str) -> None:
         with torch.device("meta"):
             model = timm.create_model(name)
@@ -191,8 +161,6 @@ class TestOtherModelsRaise:
         [
             ("mobilevit_xxs", "stages.3.1"),
             ("coatnet_nano_rw_224", "stages.2.blocks.0"),
-            ("mobilenetv4_hybrid_medium", "blocks.3.8"),
-            ("hrnet_w18_small", "stage4.0"),
         ],
     )
     def test_model_with_other_blocks_in_these_stages_raises(self, name: str, other: str) -> None:
@@ -219,9 +187,11 @@ class TestOtherModelsRaise:
 
 RESNETS = {
     "torchvision, basic blocks": from_torchvision("resnet18", num_classes=5),
-    "torchvision, bottlenecks": from_torchvision("resnet50", num_classes=5),
-    "timm, basic blocks": from_timm("resnet18", num_classes=5),
-    "timm, a deep stem and pooled projections": from_timm("resnet26d", num_classes=5),
+    "torchvision, bottlenecks": lambda: torchvision.models.ResNet(
+        torchvision.models.resnet.Bottleneck, [1, 1, 2, 2], num_classes=5, width_per_group=16
+    ),
+    "timm, basic blocks": from_timm("resnet18", num_classes=5, **SMALL),
+    "timm, a deep stem and pooled projections": from_timm("resnet26d", num_classes=5, **SMALL),
 }
 
 
@@ -283,33 +253,26 @@ class with_timms_module(timm_dropblock):
 class TestTimmsDropBlock:
     """`drop_block_rate=` of timm, with timm's module, under the same seed."""
 
-    @pytest.mark.parametrize(
-        "name",
-        ["resnet18", "res2net50_26w_4s", "skresnet18", "resnest14d", "gcresnext26ts"],
-    )
+    @pytest.mark.parametrize("name", ["resnet18", "skresnet18", "gcresnext26ts"])
     def test_outputs_and_gradients_match_timm(self, name: str) -> None:
         torch.manual_seed(0)
         native = randomize_norms(timm.create_model(name, drop_block_rate=0.3, num_classes=5))
-        clean = timm.create_model(name, num_classes=5)
+        clean, without = timm.create_model(name, num_classes=5), timm.create_model(name, num_classes=5)
         clean.load_state_dict(native.state_dict())
+        without.load_state_dict(native.state_dict())
         drop = inject(clean, with_timms_module(0.3))
         assert drop.sites
         x = torch.randn(2, 3, 128, 128)
         theirs = train_step(native, x)
         assert all_equal(train_step(clean, x), theirs)
-        without = timm.create_model(name, num_classes=5)
-        without.load_state_dict(native.state_dict())
         assert not torch.equal(train_step(without, x)[0], theirs[0])
 
     def test_gamma_scale_multiplies_the_rate_of_hookdrops_dropblock(self) -> None:
         drop = inject(timm.create_model("resnet18"), timm_dropblock(p=0.2))
-        settings = [(site.name.split(".")[0], site.p, site.regularizer) for site in drop.sites]
-        assert settings == [
-            ("layer3", 0.05, "DropBlock(p=0.05, block_size=5)"),
-            ("layer3", 0.05, "DropBlock(p=0.05, block_size=5)"),
-            ("layer4", 0.2, "DropBlock(p=0.2, block_size=3)"),
-            ("layer4", 0.2, "DropBlock(p=0.2, block_size=3)"),
-        ]
+        settings = {(site.name.split(".")[0], site.p, site.regularizer) for site in drop.sites}
+        assert settings == {
+            ("layer3", 0.05, "DropBlock(p=0.05, block_size=5)"), ("layer4", 0.2, "DropBlock(p=0.2, block_size=3)"),
+        }  # fmt: skip
 
     def test_model_with_drop_block_rate_raises(self) -> None:
         with pytest.raises(InjectionError, match=r"already has it: layer3\.0\.drop_block is a DropBlock2d"):

@@ -83,12 +83,6 @@ class TestThePapers:
         assert all_equal(train_step(model, x), theirs)
         assert not torch.equal(theirs[0], plain)
 
-    def test_measured_fraction_is_p(self) -> None:
-        model = UNet()
-        drop = inject(model, dropblock_unet(p=0.18, block_size=3))
-        # 1.7 million elements in blocks of 9: 5.7 standard errors
-        assert drop.probe(torch.randn(8, 3, 64, 64)).dropped == pytest.approx(0.18, abs=0.005)
-
     def test_block_larger_than_the_map_warns_and_drops_p(self) -> None:
         model, x = UNet(), torch.randn(64, 3, 16, 16)
         with pytest.warns(HookdropWarning, match="covers the whole 4x4 map"):
@@ -133,51 +127,29 @@ class Diffusion(nn.Module):
         return self.unet(x, 1, *context).sample
 
 
+RGB, GRAY, VOLUME = (3, 64, 64), (1, 32, 32), (1, 32, 32, 32)
+LEVELS, DYNAMIC = ((8, 16, 16), (2, 2)), ([3] * 3, [1, 2, 2], [2, 2])
+SMP = {
+    "Unet": 10, "UnetPlusPlus": 22, "FPN": 7, "DeepLabV3": 6, "DeepLabV3Plus": 8, "MAnet": 18, "Linknet": 15, "PSPNet": 1,
+    "PAN": 9, "UPerNet": 8,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[Factory, int, tuple[int, ...]]] = {
-    "hand-written": (UNet, 10, (3, 64, 64)),
-    "torchvision: FCN": (torchvision_segmentation("fcn_resnet50", aux_loss=True), 2, (3, 64, 64)),
-    "torchvision: DeepLabV3": (torchvision_segmentation("deeplabv3_mobilenet_v3_large"), 6, (3, 64, 64)),
-    "torchvision: LR-ASPP": (torchvision_segmentation("lraspp_mobilenet_v3_large"), 1, (3, 64, 64)),
+    "hand-written": (UNet, 10, RGB),
+    "torchvision: FCN": (torchvision_segmentation("fcn_resnet50", aux_loss=True), 2, RGB),
+    "torchvision: DeepLabV3": (torchvision_segmentation("deeplabv3_mobilenet_v3_large"), 6, RGB),
+    "torchvision: LR-ASPP": (torchvision_segmentation("lraspp_mobilenet_v3_large"), 1, RGB),
     "diffusers: UNet2DModel": (lambda: Diffusion("UNet2DModel"), 16, (3, 32, 32)),
     "diffusers: UNet2DConditionModel": (lambda: Diffusion("UNet2DConditionModel"), 16, (3, 32, 32)),
+    **{f"smp: {name}": (smp(name), count, (3, 128, 128) if name == "PAN" else RGB) for name, count in SMP.items()},
+    "MONAI: UNet": (monai("UNet", 2, 1, 3, *LEVELS), 4, GRAY),
+    "MONAI: UNet, residual": (monai("UNet", 2, 1, 3, *LEVELS, num_res_units=2), 8, GRAY),
+    "MONAI: BasicUNet": (monai("BasicUNet", 2, 1, 3, (8, 8, 8, 16, 16, 8)), 18, GRAY),
+    "MONAI: DynUNet": (monai("DynUNet", 2, 1, 3, *DYNAMIC, filters=[8, 8, 16], res_block=True), 10, GRAY),
+    "MONAI: DynUNet, 3d": (monai("DynUNet", 3, 1, 3, *DYNAMIC, filters=[8, 8, 16]), 10, VOLUME),
+    "MONAI: SegResNet": (monai("SegResNet", 2, 8, 1, 3, blocks_down=(1, 1, 1), blocks_up=(1, 1)), 10, GRAY),
+    "MONAI: AttentionUnet": (monai("AttentionUnet", 2, 1, 3, *LEVELS), 10, GRAY),
 }
 """A model, its number of sites, and the shape of a sample."""
-for _name, _count in {
-    "Unet": 10,
-    "UnetPlusPlus": 22,
-    "FPN": 7,
-    "DeepLabV3": 6,
-    "DeepLabV3Plus": 8,
-    "MAnet": 18,
-    "Linknet": 15,
-    "PSPNet": 1,
-    "PAN": 9,
-    "UPerNet": 8,
-}.items():
-    FAMILIES[f"smp: {_name}"] = (smp(_name), _count, (3, 128, 128) if _name == "PAN" else (3, 64, 64))
-for _axes in (2, 3):
-    _shape = (1,) + (32,) * _axes
-    _levels = (_axes, 1, 3, (8, 16, 16), (2, 2))
-    _dynamic = (_axes, 1, 3, [3] * 3, [1, 2, 2], [2, 2])
-    FAMILIES |= {
-        f"MONAI {_axes}d: UNet, residual": (monai("UNet", *_levels, num_res_units=2), 8, _shape),
-        f"MONAI {_axes}d: DynUNet": (monai("DynUNet", *_dynamic, filters=[8, 8, 16]), 10, _shape),
-    }
-FAMILIES |= {
-    "MONAI 2d: UNet": (monai("UNet", 2, 1, 3, (8, 16, 16), (2, 2)), 4, (1, 32, 32)),
-    "MONAI 2d: BasicUNet": (monai("BasicUNet", 2, 1, 3, (8, 8, 8, 16, 16, 8)), 18, (1, 32, 32)),
-    "MONAI 2d: DynUNet, residual": (
-        monai("DynUNet", 2, 1, 3, [3] * 3, [1, 2, 2], [2, 2], filters=[8, 8, 16], res_block=True),
-        10,
-        (1, 32, 32),
-    ),
-    "MONAI 2d: SegResNet": (
-        monai("SegResNet", 2, 8, 1, 3, blocks_down=(1, 1, 1), blocks_up=(1, 1)),
-        10,
-        (1, 32, 32),
-    ),
-    "MONAI 2d: AttentionUnet": (monai("AttentionUnet", 2, 1, 3, (8, 16, 16), (2, 2)), 10, (1, 32, 32)),
-}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -200,14 +172,26 @@ def test_families(name: str) -> None:
     assert not any(last in site.module.modules() for site in planned.sites)
 
 
-class TestWhatHasNoSite:
-    def names(self, name: str) -> set[str]:
-        make, _, shape = FAMILIES[name]
-        return sites(make(), shape)
+NO_SITE = {
+    "global pooling": ("torchvision: DeepLabV3", "classifier.0.convs.4.1"),
+    "attention gates": ("MONAI: AttentionUnet", ".attention."),
+    "projections of skips": ("MONAI: DynUNet", "conv3"),
+    "upsampling without a norm": ("MONAI: DynUNet", "transp_conv"),
+    "a transposed convolution without a norm": ("hand-written", ".up."),
+    "the last block, with a skip to the output": ("MONAI: UNet, residual", ".model.2."),
+}
 
-    def test_global_pooling(self) -> None:
-        assert "classifier.0.convs.3.0" in self.names("torchvision: DeepLabV3")
-        assert "classifier.0.convs.4.1" not in self.names("torchvision: DeepLabV3")
+
+class TestWhatHasNoSite:
+    @pytest.mark.parametrize("what", NO_SITE)
+    def test_layer_has_no_site(self, what: str) -> None:
+        family, part = NO_SITE[what]
+        make, count, shape = FAMILIES[family]
+        model = make()
+        assert any(part in f".{name}" for name, _ in model.named_modules())
+        found = sites(model, shape)
+        assert len(found) == count
+        assert not any(part in f".{name}" for name in found)
 
     def test_pooling_that_is_only_registered_first_changes_nothing(self) -> None:
         model = UNet()
@@ -218,27 +202,11 @@ class TestWhatHasNoSite:
         model = nn.Sequential(*double_conv(3, 4, True), nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 4, 1), nn.ReLU())
         assert sites(model) == {"0", "3"}
 
-    def test_attention_gates(self) -> None:
-        assert not any(".attention." in name for name in self.names("MONAI 2d: AttentionUnet"))
-
-    def test_projections_of_skips(self) -> None:
-        assert not any("conv3" in name for name in self.names("MONAI 2d: DynUNet, residual"))
-
-    def test_upsampling_without_a_norm(self) -> None:
-        assert not any(name.startswith("up.") for name in self.names("hand-written"))
-        assert not any("transp_conv" in name for name in self.names("MONAI 2d: DynUNet"))
-
-    def test_last_block_with_one_channel_per_class_and_a_skip_to_the_output(self) -> None:
-        assert not any(name.startswith("model.2.") for name in self.names("MONAI 2d: UNet, residual"))
-
 
 class TestBackbone:
     def test_backbone_is_left_out_by_default(self) -> None:
         model = FAMILIES["torchvision: DeepLabV3"][0]()
         assert all(site.name.startswith("classifier.") for site in inject(model, dropblock_unet()).sites)
-
-    def test_encoder_of_your_own_unet_is_not_a_backbone(self) -> None:
-        assert "encoder.0.0" in sites(UNet())
 
     def test_can_be_combined_with_dropblock_resnet(self) -> None:
         model = FAMILIES["torchvision: FCN"][0]()
@@ -251,27 +219,21 @@ class TestBackbone:
             inject(nn.Sequential(nn.Sequential(*halves), nn.Conv2d(4, 2, 1)), dropblock_unet())
 
 
-def test_classifier_raises() -> None:
+def test_a_classifier_and_a_model_of_tokens_raise() -> None:
+    classifier = nn.Sequential(*double_conv(3, 4, True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
     with pytest.raises(LayerError, match="returns no maps"):
-        inject(torchvision.models.resnet18(), dropblock_unet())
-
-
-def test_model_of_tokens_raises() -> None:
-    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8))
+        inject(classifier, dropblock_unet(), example_input=torch.ones(2, 3, 16, 16))
+    tokens = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8))
     with pytest.raises(LayerError, match="found no matching layer"):
-        inject(model, dropblock_unet(), example_input=torch.ones(2, 5, dtype=torch.long))
+        inject(tokens, dropblock_unet(), example_input=torch.ones(2, 5, dtype=torch.long))
 
 
 def test_traced_model_keeps_its_sites() -> None:
     assert sites(torch.fx.symbolic_trace(UNet())) == sites(UNet())
 
 
-def test_shared_block_has_one_site() -> None:
-    block = double_conv(3, 3, True)
+def test_shared_blocks_and_convolutions_have_one_site() -> None:
+    block, conv = double_conv(3, 3, True), nn.Conv2d(3, 3, 3, padding=1)
     assert sites(nn.Sequential(block, block, nn.Conv2d(3, 2, 1))) == {"0.0", "0.3"}
-
-
-def test_shared_convolution_has_one_site() -> None:
-    conv = nn.Conv2d(3, 3, 3, padding=1)
     blocks = [nn.Sequential(conv, nn.BatchNorm2d(3), nn.ReLU()) for _ in range(2)]
     assert sites(nn.Sequential(*blocks, nn.Conv2d(3, 2, 1))) == {"0.0"}

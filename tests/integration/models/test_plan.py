@@ -9,31 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    Dropout,
-    DropPath,
-    HookdropWarning,
-    LayerError,
-    inject,
-    plan,
-)
-from tests.support.models import from_timm, from_torchvision
+from hookdrop import Dropout, DropPath, HookdropWarning, LayerError, inject, plan
+from tests.support.models import from_timm
 
 
 def test_drop_path_on_a_whole_block_warns() -> None:
     """It would drop the skip connection with the branch."""
-    import timm
-
-    vit = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2)
-    x = torch.randn(2, 3, 64, 64)
-    drafted = plan(vit, DropPath(0.1), layers="blocks.*", example_input=x)
-    assert "DropPath at 'blocks.0': the output includes the input" in drafted.warnings[0]
-    assert plan(vit, DropPath(0.1), layers=["blocks.*.attn", "blocks.*.mlp"], example_input=x).warnings == []
-    efficient = timm.create_model("efficientnet_b0")
-    assert plan(efficient, DropPath(0.1), layers="blocks.*.*.bn3", example_input=x).warnings == []
-    resnet = timm.create_model("resnet18")
-    assert plan(resnet, DropPath(0.1), layers="layer2.*", example_input=x).warnings
-    assert plan(resnet, DropPath(0.1), layers="layer?.*.bn2", example_input=x).warnings == []
+    vit, resnet = from_timm("vit_tiny_patch16_224", **NARROW)(), from_timm("resnet18", channels=(8,) * 4)()
+    for model, blocks, branches in ((vit, "blocks.*", "blocks.*.[am]*"), (resnet, "layer2.*", "layer?.*.bn2")):
+        (text,) = plan(model, DropPath(0.1), layers=blocks, example_input=square(32)).warnings
+        assert "the output includes the input" in text
+        assert plan(model, DropPath(0.1), layers=branches, example_input=square(32)).warnings == []
 
 
 class Direct(nn.Module):
@@ -54,9 +40,18 @@ def square(size: int) -> torch.Tensor:
 NARROW = {"img_size": 32, "depth": 1, "embed_dim": 32, "num_heads": 2}
 
 
+def tiny_swin() -> nn.Module:
+    return pytest.importorskip("torchvision").models.SwinTransformer([4, 4], 12, [1, 1], [2, 2], [4, 4])
+
+
+def tiny_bottlenecks() -> nn.Module:
+    resnet = pytest.importorskip("torchvision").models.resnet
+    return resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], width_per_group=8)
+
+
 NEVER = {
     "called by .forward()": (Direct, torch.ones(2, 8), "fc", "f?"),
-    "torchvision swin attn.qkv": (from_torchvision("swin_t"), square(32), "features.1.0.attn.qkv", "**.attn.qkv"),
+    "torchvision swin attn.qkv": (tiny_swin, square(32), "features.1.0.attn.qkv", "**.attn.qkv"),
     "timm beit attn.qkv": (from_timm("beit_base_patch16_224", **NARROW), square(32), "blocks.0.attn.qkv", "**.qkv"),
     "timm attn_drop under fused attention": (
         from_timm("vit_tiny_patch16_224", **NARROW), square(32), "blocks.0.attn.attn_drop", "**.attn_drop",
@@ -92,7 +87,7 @@ def hf_vit() -> nn.Module:
 
 
 OFTEN = {
-    "torchvision Bottleneck relu": (from_torchvision("resnet50"), "layer1.0.relu", 3),
+    "torchvision Bottleneck relu": (tiny_bottlenecks, "layer1.0.relu", 3),
     "timm cait drop_path": (from_timm("cait_xxs24_224", img_size=32, depth=1), "blocks.0.drop_path", 2),
     "transformers ViT dropout": (hf_vit, "layers.0.dropout", 2),
 }

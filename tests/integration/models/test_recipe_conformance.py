@@ -13,6 +13,7 @@ from torch import nn
 
 from hookdrop import Dropout
 from hookdrop.recipes import (
+    drop_key,
     dropblock_resnet,
     dropblock_unet,
     head_dropout,
@@ -50,6 +51,8 @@ CASES: dict[str, tuple[Any, Callable[[], nn.Module], Any]] = {
     "layer_drop": (layer_drop(p=0.5), llama, IDS),
     "residual_dropout": (residual_dropout(p=0.3), llama, {"input_ids": IDS}),
     "head_dropout": (head_dropout(p=0.4), vit, IMAGES),
+    "drop_key": (drop_key(p=0.4), vit, IMAGES),
+    "drop_key (causal)": (drop_key(p=0.4), llama, IDS),
     "patch_dropout": (patch_dropout(p=0.5), vit, IMAGES),
     "neftune": (neftune(), llama, IDS),
     "set_dropout": (set_dropout(p=0.3), lambda: vit(drop_rate=0.1), IMAGES),
@@ -78,8 +81,7 @@ class layer_that_never_runs(Recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "check"),
-    [(random_layer(), "planning_changes_nothing"), (layer_that_never_runs(), "sites_are_called")],
+    ("recipe", "check"), [(random_layer(), "planning_changes_nothing"), (layer_that_never_runs(), "sites_are_called")]
 )
 def test_a_broken_recipe_fails_the_check_of_what_is_broken(recipe: Recipe, check: str) -> None:
     model = Small()

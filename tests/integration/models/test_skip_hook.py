@@ -21,7 +21,12 @@ from tests.support.compiling import fresh_compiler as fresh_compiler
 from tests.support.tensors import all_equal
 from tests.support.training import train_step
 
-torchvision = pytest.importorskip("torchvision")
+timm = pytest.importorskip("timm")
+
+
+def branch_of(block: Any, x: Tensor) -> Tensor:
+    """The residual branch, written out."""
+    return block.bn2(block.conv2(F.relu(block.bn1(block.conv1(x)))))
 
 
 class KeywordBlock(nn.Module):
@@ -44,20 +49,24 @@ class CheckpointedBlock(nn.Module):
         self.block, self.reentrant = block, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        b = self.block
-        inner = lambda x: b.bn2(b.conv2(F.relu(b.bn1(b.conv1(x))))) + x  # noqa: E731
+        inner = lambda x: branch_of(self.block, x) + x  # noqa: E731
         return F.relu(torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=self.reentrant))
 
 
 @pytest.fixture
 def model() -> nn.Module:
-    torch.manual_seed(0)
-    return torchvision.models.resnet18(num_classes=5)
+    return timm.create_model("resnet18", num_classes=5, channels=(8, 8, 8, 16), stem_width=8).train()
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(2, 3, 128, 128)
 
 
 @pytest.fixture
 def x() -> Tensor:
-    return torch.randn(2, 3, 128, 128)
+    """The input of the last block."""
+    return torch.rand(8, 16, 4, 4)
 
 
 @dataclass(frozen=True)
@@ -66,86 +75,81 @@ class skips_only(dropblock_resnet):
         return [site for site in super().sites(model, survey) if site.at == "skip"]
 
 
-def only_skips(model: nn.Module, p: float = 0.5) -> hookdrop.Injection:
+def only_skips(model: nn.Module, p: float = 0.5) -> None:
     """Apply the recipe only to the skips."""
-    return inject(model, skips_only(p=p, block_size=2), name="dropblock_resnet")
+    inject(model, skips_only(p=p, block_size=2), name="dropblock_resnet")
 
 
 def test_only_the_skip_is_dropped(model: Any, x: Tensor) -> None:
     only_skips(model, p=1.0)
-    block = model.train().layer4[1]
-    x = torch.rand(2, 512, 4, 4)
-    branch = block.bn2(block.conv2(F.relu(block.bn1(block.conv1(x)))))
-    assert torch.equal(block(x), F.relu(branch))
+    block = model.layer4[1]
+    assert torch.equal(block(x), F.relu(branch_of(block, x)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_skip_is_exact_in_every_dtype(model: Any, dtype: torch.dtype) -> None:
-    model = model.to(dtype).train()
+def test_skip_is_exact_in_every_dtype(model: Any, x: Tensor, dtype: torch.dtype) -> None:
+    model = model.to(dtype)
     twin = copy.deepcopy(model.layer4[1])
     only_skips(model)
-    x = torch.randn(2, 512, 4, 4, dtype=dtype)
+    x = x.to(dtype)
     torch.manual_seed(1)
     out = model.layer4[1](x)
     torch.manual_seed(1)
     dropped = functional.drop_block(x, 0.5, 2)
-    branch = twin.bn2(twin.conv2(F.relu(twin.bn1(twin.conv1(x)))))
-    assert torch.equal(out, F.relu(branch + dropped))
+    assert torch.equal(out, F.relu(branch_of(twin, x) + dropped))
 
 
-def test_hooks_hold_no_tensor_after_a_forward(model: Any, x: Tensor) -> None:
+def test_hooks_hold_no_tensor_after_a_forward(model: Any, images: Tensor) -> None:
     only_skips(model)
-    model.train()(x).sum().backward()
+    model(images).sum().backward()
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     assert hooks
     assert all(getattr(hook, "kept", None) is None for hook in hooks)
 
 
-def test_copies_and_pickles_keep_the_skip(model: Any, x: Tensor) -> None:
+def test_copies_and_pickles_keep_the_skip(model: Any, images: Tensor) -> None:
     only_skips(model)
-    expected = train_step(copy.deepcopy(model), x)[0]
+    expected = train_step(copy.deepcopy(model), images)[0]
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(train_step(twin, x)[0], expected)
+        assert torch.equal(train_step(twin, images)[0], expected)
         assert find(twin)["dropblock_resnet"].remove() is None
         assert not any(module._forward_pre_hooks for module in twin.modules())
 
 
-def test_activation_checkpointing_replays_the_skip(model: Any, x: Tensor) -> None:
+def test_activation_checkpointing_replays_the_skip(model: Any, images: Tensor) -> None:
     only_skips(model)
     twin = copy.deepcopy(model)
 
     def checkpointed(x: Tensor) -> Tensor:
-        x = twin.layer1(twin.maxpool(twin.relu(twin.bn1(twin.conv1(x)))))
+        x = twin.layer1(twin.maxpool(twin.act1(twin.bn1(twin.conv1(x)))))
         x = torch.utils.checkpoint.checkpoint(twin.layer3, twin.layer2(x), use_reentrant=False)
         x = torch.utils.checkpoint.checkpoint(twin.layer4, x, use_reentrant=False)
-        return twin.fc(twin.avgpool(x).flatten(1))
+        return twin.fc(twin.global_pool(x))
 
-    ours, theirs = train_step(twin, x, checkpointed), train_step(model, x)
+    ours, theirs = train_step(twin, images, checkpointed), train_step(model, images)
     grads = len(list(model.parameters())) + 2  # recomputation updates the batch-norm statistics twice
     assert all_equal(ours[:grads], theirs[:grads])
 
 
-def test_skip_compiles_into_one_graph(model: Any) -> None:
-    block = model.train().layer4[1]
+def test_skip_compiles_into_one_graph(model: Any, x: Tensor) -> None:
+    block = model.layer4[1]
     only_skips(model, p=1.0)
-    x = torch.rand(2, 512, 4, 4)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    branch = block.bn2(block.conv2(F.relu(block.bn1(block.conv1(x)))))
-    torch.testing.assert_close(compiled(x), F.relu(branch))
+    torch.testing.assert_close(compiled(x), F.relu(branch_of(block, x)))
 
 
-def test_replaced_first_layer_of_the_branch_raises(model: Any, x: Tensor) -> None:
+def test_replaced_first_layer_of_the_branch_raises(model: Any, images: Tensor) -> None:
     only_skips(model)
-    model.layer4[1].conv1 = nn.Conv2d(512, 512, 3, padding=1)
-    with pytest.raises(InjectionError, match=r"'conv1', the first layer of the residual branch, was replaced"):
-        model.train()(x)
+    model.layer4[1].conv1 = nn.Conv2d(16, 16, 3, padding=1)
+    with pytest.raises(InjectionError):
+        model(images)
 
 
-def test_nested_calls_of_a_block_restore_their_own_input(model: Any) -> None:
+def test_nested_calls_of_a_block_restore_their_own_input(model: Any, x: Tensor) -> None:
     """A block that runs inside itself: the input is stored with the tensor, not with the hook."""
     only_skips(model, p=1.0)
-    block = model.train().layer4[1]
-    x, y = torch.rand(2, 512, 4, 4), torch.rand(2, 512, 4, 4)
+    block = model.layer4[1]
+    y = torch.rand_like(x)
     alone = block(x)
     inner: list[Tensor] = []
 
@@ -160,12 +164,11 @@ def test_nested_calls_of_a_block_restore_their_own_input(model: Any) -> None:
     handle.remove()
 
 
-def test_branch_called_by_keyword_receives_the_original_input(model: Any) -> None:
+def test_branch_called_by_keyword_receives_the_original_input(model: Any, x: Tensor) -> None:
     only_skips(model, p=1.0)
-    block = model.train().layer4[1]
-    x = torch.rand(2, 512, 4, 4)
+    block = model.layer4[1]
     expected = block(x)
-    by_keyword = KeywordBlock(block).train()
+    by_keyword = KeywordBlock(block)
     move_hooks(block, by_keyword)
     assert torch.equal(by_keyword(x), expected)
 
@@ -177,10 +180,9 @@ def move_hooks(block: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("compiled", ["conv1", "forward", "block"])
 @pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
-def test_skip_is_correct_if_only_one_part_is_compiled(model: Any, compiled: str) -> None:
+def test_skip_is_correct_if_only_one_part_is_compiled(model: Any, x: Tensor, compiled: str) -> None:
     only_skips(model, p=1.0)
-    block = model.train().layer4[1]
-    x = torch.rand(2, 512, 4, 4)
+    block = model.layer4[1]
     expected = block(x)
     if compiled == "conv1":
         block.conv1.compile(backend="eager")
@@ -193,28 +195,28 @@ def test_skip_is_correct_if_only_one_part_is_compiled(model: Any, compiled: str)
 
 
 @pytest.mark.parametrize("other", ["a user hook", "an injection at the block's input", "the block itself"])
-def test_modified_input_before_the_branch_raises(model: Any, other: str) -> None:
+def test_modified_input_before_the_branch_raises(model: Any, x: Tensor, other: str) -> None:
     """Otherwise the branch would silently receive D(x)."""
     only_skips(model)
-    block = model.train().layer4[1]
+    block = model.layer4[1]
     if other == "a user hook":
         block.register_forward_pre_hook(lambda module, args: (args[0].clone(),))
     elif other == "an injection at the block's input":
         inject(model, hookdrop.Dropout(0.1), layers="layer4.1", at="input", on_existing="stack")
     else:
         block.conv1.register_forward_pre_hook(lambda module, args: (args[0].clone(),), prepend=True)
-    with pytest.raises(InjectionError, match="the block modified its input before"):
-        block(torch.rand(2, 512, 4, 4))
+    with pytest.raises(InjectionError):
+        block(x)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_inside_the_block(model: Any, reentrant: bool) -> None:
+def test_checkpoint_inside_the_block(model: Any, x: Tensor, reentrant: bool) -> None:
     """Non-reentrant: the gradients are correct. Reentrant: the input of the branch is lost, which raises."""
     only_skips(model)
     twin = copy.deepcopy(model)
-    block, plain = CheckpointedBlock(model.layer4[1], reentrant).train(), twin.train().layer4[1]
+    block, plain = CheckpointedBlock(model.layer4[1], reentrant), twin.layer4[1]
     move_hooks(model.layer4[1], block)
-    x = torch.rand(2, 512, 4, 4, requires_grad=True)
+    x.requires_grad_()
     torch.manual_seed(2)
     expected = torch.autograd.grad(plain(x).sum(), [x, plain.conv1.weight])
     torch.manual_seed(2)
@@ -226,11 +228,10 @@ def test_checkpoint_inside_the_block(model: Any, reentrant: bool) -> None:
         assert all_equal(list(torch.autograd.grad(out.sum(), [x, block.block.conv1.weight])), list(expected))
 
 
-def test_frozen_block_keeps_its_own_input(model: Any) -> None:
+def test_frozen_block_keeps_its_own_input(model: Any, x: Tensor) -> None:
     """Even if the previous block returned its own skip tensor."""
     only_skips(model)
-    first, second = model.train().layer3[1], model.layer4[1].eval()
-    x = torch.rand(2, 512, 4, 4)
+    first, second = model.layer3[1], model.layer4[1].eval()
     hook = next(iter(first._forward_pre_hooks.values()))
     skip_tensor = hook.apply(x, hook.train_rate)
     assert skip_tensor is not x
@@ -240,27 +241,20 @@ def test_frozen_block_keeps_its_own_input(model: Any) -> None:
     assert seen[0] is skip_tensor
 
 
-def test_copies_and_pickles_of_the_skip_tensor_exclude_the_input(model: Any) -> None:
+def test_copies_and_pickles_of_the_skip_tensor_exclude_the_input(model: Any, x: Tensor) -> None:
     only_skips(model)
     hook = next(iter(model.layer4[1]._forward_pre_hooks.values()))
-    x = torch.rand(2, 512, 4, 4)
     skip_tensor = hook.apply(x, hook.train_rate)
     saved = io.BytesIO()
     torch.save(skip_tensor, saved)
-    assert saved.tell() < 1.5 * x.numel() * 4
+    assert saved.tell() < 2 * x.numel() * 4
     assert copy.deepcopy(skip_tensor)._hookdrop_skipped is None
 
 
-def test_chain_of_in_place_blocks_keeps_only_one_input(model: Any) -> None:
+def test_chain_of_in_place_blocks_keeps_only_one_input(model: Any, x: Tensor) -> None:
     only_skips(model)
     hooks = [next(iter(model.get_submodule(name)._forward_pre_hooks.values())) for name in ("layer3.1", "layer4.1")]
-    x = torch.rand(2, 512, 4, 4)
     middle = hooks[0].apply(x, hooks[0].train_rate)
     last = hooks[1].apply(middle, hooks[1].train_rate)
     assert last._hookdrop_skipped.x is middle
     assert not hasattr(middle, "_hookdrop_skipped")
-
-
-def test_plan_shows_the_skip(model: Any) -> None:
-    plan = hookdrop.plan(model, dropblock_resnet())
-    assert "layer4.1 (skip)" in str(plan)

@@ -100,12 +100,9 @@ class TestLostHooks:
         surgery(model)
         with pytest.warns(HookdropWarning, match="lost their hook"):  # in the first training forward
             model(images)
-        assert drop.check() == [
-            f"'dropout': {len(lost)} of 4 sites lost their hook: {', '.join(map(repr, lost))}.\n"
-            "  something replaced these modules after inject (reset_classifier, convert_sync_batchnorm, ...): "
-            'inject again with on_existing="replace".'
-        ]
-        assert find(model).check() == drop.check()
+        (problem,) = drop.check()
+        assert f"{len(lost)} of 4 sites lost their hook: {', '.join(map(repr, lost))}." in problem
+        assert find(model).check() == [problem]
         left = [site for site in ("conv1", *NORMS, "fc") if site not in lost]
         assert hooked_modules(model) == left
         assert [site for site, count in calls_by_site(drop, model, images).items() if count] == left
@@ -126,23 +123,21 @@ class TestLostHooks:
         model(images)
 
     @pytest.mark.parametrize("before", [0, 15])
-    @pytest.mark.parametrize("how", ["step", "seek", "follow"])
-    def test_lost_hooks_warn_within_ten_steps(self, how: str, before: int) -> None:
+    @pytest.mark.parametrize("follow", [False, True])
+    def test_lost_hooks_warn_within_ten_steps(self, follow: bool, before: int) -> None:
         """At any step, and only once."""
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(1000))
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        if how == "follow":
+        if follow:
             drop.follow(optimizer)
 
         def steps(count: int) -> None:
             for _ in range(count):
                 model(torch.ones(2)).sum().backward()
                 optimizer.step()
-                if how == "step":
+                if not follow:
                     drop.step()
-                if how == "seek":
-                    drop.seek(drop.step_count + 1)
 
         steps(before)
         model[1] = nn.Linear(2, 2)
@@ -277,13 +272,11 @@ class TestMovedHooks:
         fuse(model)
         assert hooked_modules(model) == (["0", "3"] if at == "output" else ["0.1", "3"])
         drop.step(4)
-        model.train()
-        assert calls_by_site(drop, model, images) == {"2": 1, "3": 1}
+        with drop.recording(last=0) as m:
+            model.train()(images)
+        assert {name: round(site.dropped, 1) for name, site in m.totals.sites.items()} == {"2": 0.5, "3": 0.5}
         assert drop.check() == []
         assert find(model) == drop
-        with drop.recording(last=0) as m:
-            model(images)
-        assert {name: round(site.dropped, 1) for name, site in m.totals.sites.items()} == {"2": 0.5, "3": 0.5}
         drop.remove()
         assert hooked_modules(model) == []
 
@@ -293,19 +286,6 @@ class TestMovedHooks:
         fuse(model)(images)
         assert "1 of 2 sites lost their hook: '1'" in drop.check()[0]
         assert hooked_modules(model) == ["3"]
-
-    def test_prepare_qat_loses_the_inner_hooks_of_fused_modules(self, images: torch.Tensor) -> None:
-        model = sequence().train()
-        drop = inject(model, Dropout(0.5), layers=["0", "2", "3"])
-        torch.ao.quantization.fuse_modules_qat(model, [["0", "1", "2"]], inplace=True)
-        model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
-        torch.ao.quantization.prepare_qat(model, inplace=True)
-        with pytest.warns(HookdropWarning, match="lost their hook"):
-            assert calls_by_site(drop, model, images) == {"0": 0, "2": 1, "3": 1}
-        for handle in (drop, *find(model)):
-            assert "1 of 3 sites lost their hook: '0'" in handle.check()[0]
-        drop.remove()
-        assert hooked_modules(model) == []
 
     @pytest.mark.parametrize("at", ["output", "input"])
     def test_fuse_modules_copies_the_hooks_of_the_first_module_and_check_reports_it(
@@ -317,12 +297,7 @@ class TestMovedHooks:
         drop.step(2)
         fuse(model).eval()(images)
         assert hooked_modules(model) == (["0.0", "3"] if at == "output" else ["0", "0.0", "3"])
-        (problem,) = [text for text in drop.check() if "copies" in text]
-        assert problem == (
-            "'dropout': this model also has copies of the hooks of '0'.\n"
-            "  fuse_modules, PEFT's modules_to_save or a copied layer created them. This handle neither steps nor removes "
-            'them: use find(model) for all hooks, or inject again with on_existing="replace", then drop.seek(2).'
-        )
+        assert any("copies of the hooks of '0'" in text for text in drop.check())
         find(model).seek(4)
         assert [site.p for handle in find(model) for site in handle.sites] == [0.5] * len(hooked_modules(model))
         again = inject(model, Dropout(0.5), layers=["0", "3"], at=at, on_existing="replace")
@@ -361,23 +336,16 @@ class TestCopiedHooks:
             find(model).remove()
         assert hooked_modules(model) == []
 
-    def test_copy_of_a_submodule_reports_no_lost_hooks(self, model: Small, drop: Injection) -> None:
-        part = copy.deepcopy(model.layer1)
+    def test_copies_of_a_submodule_or_of_the_whole_model_are_not_reported(self, model: Small, drop: Injection) -> None:
+        """For example a teacher or an EMA."""
+        part, pair = copy.deepcopy(model.layer1), nn.ModuleList([model, copy.deepcopy(model)])
+        model(torch.randn(2, 3, 8, 8))
         part(torch.randn(2, 8, 8, 8))
-        (own,) = find(part)
-        assert own.check() == []
-        own.remove()
-        part = copy.deepcopy(model.layer1)
+        assert find(part).check() == drop.check() == []
+        assert len(find(pair).sites) == 8
         part[0].bn1 = nn.BatchNorm2d(8)
         part(torch.randn(2, 8, 8, 8))
-        assert "1 of 2 sites lost their hook: 'layer1.0.bn1'" in next(iter(find(part))).check()[0]
-
-    def test_copy_of_the_whole_model_is_not_reported(self, model: Small, drop: Injection) -> None:
-        """For example a teacher or an EMA."""
-        pair = nn.ModuleList([model, copy.deepcopy(model)])
-        model(torch.randn(2, 3, 8, 8))
-        assert drop.check() == []
-        assert len(find(pair).sites) == 8
+        assert "1 of 2 sites lost their hook: 'layer1.0.bn1'" in find(part).check()[0]
 
     def test_shared_layer_is_not_a_copy(self, model: Small, drop: Injection, images: torch.Tensor) -> None:
         model.layer2[0] = model.layer1[0]
@@ -501,10 +469,7 @@ class TestDiscardedModels:
         drop = inject(self.layers(), Dropout(0.5), layers="1")
         with pytest.warns(HookdropWarning, match="your trainer builds a new model") as caught:
             self.train(self.layers())
-        assert len(caught) == 1
-        (problem,) = drop.check()
-        assert problem == str(caught[0].message)
-        assert "was deleted before it ran in training mode" in problem
+        assert drop.check() == [str(warning.message) for warning in caught]
 
     def test_trained_model_may_be_deleted(self) -> None:
         model = self.layers()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import DropPath, HeadDropout, InjectionError, LayerError, NEFTune, TokenDropout, find, inject, plan
+from hookdrop import DropPath, HeadDropout, InjectionError, LayerError, NEFTune, find, inject, plan
 from hookdrop.recipes import head_dropout, layer_drop, neftune, patch_dropout, stochastic_depth
 from tests.support.training import train_step
 from tests.support.transformers_models import IDS, SEQ2SEQ, SIZE, TEXT, bart, bert, gpt2, llama, t5
@@ -30,6 +30,11 @@ PIXELS = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 def vit() -> nn.Module:
     return transformers.ViTForImageClassification(transformers.ViTConfig(**SIZE, **IMAGE))
+
+
+def timm_vit(img_size: int = 32, **settings: Any) -> nn.Module:
+    sizes = {"depth": 2, "embed_dim": 24, "num_classes": 5, "img_size": img_size}
+    return timm.create_model("vit_tiny_patch16_224", **(sizes | settings))
 
 
 def run(model: nn.Module, **kwargs: Any) -> Any:
@@ -85,16 +90,6 @@ class TestNEFTune:
         assert torch.equal(masks[0], MASK == 1)
         assert torch.equal(masks[1], MASK[:, :5] == 1)
 
-    def test_works_under_peft(self) -> None:
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-        model.train()
-        drop = inject(model, neftune(attention_mask=True))
-        with drop.recording() as recording:
-            run(model)
-        record = recording[drop.sites[0].name]
-        assert torch.equal((record.before != record.after).any(-1), MASK == 1)
-
     def test_transformers_own_neftune_at_the_same_time_raises(self) -> None:
         from transformers.integrations.neftune import activate_neftune
 
@@ -103,7 +98,7 @@ class TestNEFTune:
         with pytest.raises(InjectionError, match="own NEFTune is already active at 'model.embed_tokens'"):
             inject(model, neftune())
 
-    @pytest.mark.parametrize("make", [vit, lambda: timm.create_model("resnet18")])
+    @pytest.mark.parametrize("make", [vit, lambda: timm.create_model("resnet10t")])
     def test_a_model_without_a_token_embedding_raises(self, make: Callable[[], nn.Module]) -> None:
         with pytest.raises(LayerError, match=r"looks up the tokens(.|\n)*name the embedding"):
             inject(make(), neftune(), example_input=PIXELS)
@@ -121,10 +116,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "bert": (bert, ["bert.encoder.layer.0", "bert.encoder.layer.1"]),
     "t5": (t5, [f"{part}.block.{i}" for part in ("encoder", "decoder") for i in (0, 1)]),
     "bart": (bart, [f"model.{part}.layers.{i}" for part in ("encoder", "decoder") for i in (0, 1)]),
-    "timm": (
-        lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, num_classes=5),
-        ["blocks.0", "blocks.1"],
-    ),
+    "timm": (timm_vit, ["blocks.0", "blocks.1"]),
 }
 
 
@@ -165,7 +157,7 @@ class TestLayerDrop:
     def test_a_kv_cache_in_training_raises_and_generation_works(self) -> None:
         model = llama(use_cache=True).train()
         inject(model, layer_drop(p=0.5))
-        with pytest.raises(InjectionError, match=r"KV cache \(past_key_values\)(.|\n)*model.config.use_cache = False"):
+        with pytest.raises(InjectionError, match=r"KV cache(.|\n)*model.config.use_cache = False"):
             model(IDS)
         model.eval().generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
@@ -176,10 +168,9 @@ class TestLayerDrop:
         with pytest.raises(InjectionError, match=r"\n  model.decoder.config.use_cache = False"):
             model(IDS, decoder_input_ids=IDS, use_cache=True)
 
-    @pytest.mark.parametrize("name", ["resnet18", "resnet50_gn"])
-    def test_a_residual_cnn_raises(self, name: str) -> None:
+    def test_a_residual_cnn_raises(self) -> None:
         with pytest.raises(LayerError, match=r"could be skipped(.|\n)*stochastic_depth"):
-            inject(timm.create_model(name), layer_drop())
+            inject(timm.create_model("resnet10t"), layer_drop())
 
 
 def example(model: nn.Module) -> Any:
@@ -209,8 +200,17 @@ def fsmt() -> nn.Module:
     return transformers.FSMTForConditionalGeneration(transformers.FSMTConfig(**SEQ2SEQ, **languages, use_cache=False))
 
 
+def torchvision_vit() -> nn.Module:
+    return torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64)
+
+
+def torchvision_swin() -> nn.Module:
+    return torchvision.models.SwinTransformer([4, 4], 12, [2, 2], [2, 2], [4, 4])
+
+
 def swin() -> nn.Module:
-    return timm.create_model("swin_tiny_patch4_window7_224", img_size=32, window_size=4, depths=(2, 2), num_classes=5)
+    sizes = {"img_size": 32, "window_size": 4, "depths": (2, 2), "embed_dim": 24}
+    return timm.create_model("swin_tiny_patch4_window7_224", **sizes, num_classes=5)
 
 
 def nest() -> nn.Module:
@@ -224,13 +224,7 @@ HEADS: dict[str, tuple[Callable[[], nn.Module], str, str, int, int]] = {
     "t5": (t5, "encoder.block.1.layer.0.SelfAttention", "o", 4, 0),
     "bert": (bert, "bert.encoder.layer.1.attention", "output.dense", 4, 0),
     "vit": (vit, "vit.layers.1.attention", "o_proj", 4, 0),
-    "timm vit": (
-        lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32),
-        "blocks.1.attn",
-        "proj",
-        3,
-        0,
-    ),
+    "timm vit": (timm_vit, "blocks.1.attn", "proj", 3, 0),
     "swin": (swin, "layers.0.blocks.1.attn", "proj", 3, 0),
     "nest": (nest, "levels.1.transformer_encoder.1.attn", "proj", 6, 0),
     "fsmt": (fsmt, "model.decoder.layers.1.self_attn", "out_proj", 4, 1),
@@ -278,18 +272,10 @@ class TestHeadDropout:
         model(**inputs)
         assert all(site.called for site in drop.sites)
 
-    @pytest.mark.parametrize("make", [torchvision.models.vit_b_32, torchvision.models.swin_t])
+    @pytest.mark.parametrize("make", [torchvision_vit, torchvision_swin])
     def test_models_that_do_not_call_their_projection_raise(self, make: Callable[[], nn.Module]) -> None:
         with pytest.raises(LayerError, match="it computes its projection without calling"):
-            inject(make(), head_dropout(), example_input=torch.randn(1, 3, 224, 224))
-
-    def test_under_peft_with_an_adapted_projection(self) -> None:
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["o_proj"], task_type="CAUSAL_LM"))
-        drop = inject(model.train(), head_dropout(p=0.3), example_input={"input_ids": IDS})
-        run(model)
-        assert [site.name.rpartition(".")[2] for site in drop.sites] == ["o_proj"] * 2
-        assert all(site.called for site in drop.sites)
+            inject(make(), head_dropout(), example_input=torch.randn(1, 3, 32, 32))
 
 
 class TestSamplesInWindows:
@@ -319,13 +305,9 @@ def vit_with(name: str, **settings: Any) -> Callable[[], nn.Module]:
 
 
 PATCHES: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
-    "timm vit": (lambda: timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64), "pos_drop", 1),
-    "timm registers": (
-        lambda: timm.create_model("vit_small_patch14_reg4_dinov2", depth=2, img_size=56),
-        "pos_drop",
-        5,
-    ),
-    "torchvision": (lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64), "encoder.dropout", 1),
+    "timm vit": (lambda: timm_vit(64), "pos_drop", 1),
+    "timm registers": (lambda: timm_vit(64, reg_tokens=4), "pos_drop", 5),
+    "torchvision": (torchvision_vit, "encoder.dropout", 1),
     "DeiT": (vit_with("DeiT"), "deit.embeddings", 2),
     "Siglip": (vit_with("Siglip"), "embeddings", 0),
 }
@@ -336,7 +318,7 @@ class TestPatchDropout:
     def test_half_of_the_patches_reach_the_first_block(self, name: str) -> None:
         make, site, prefix = PATCHES[name]
         model = make().train()
-        size = 56 if "registers" in name else 64 if "timm" in name else 32
+        size = 64 if "timm" in name else 32
         x = torch.randn(2, 3, size, size)
         drop = inject(model, patch_dropout(p=0.5), example_input=x)
         assert (drop.sites[0].name, drop.sites[0].regularizer) == (
@@ -355,8 +337,7 @@ class TestPatchDropout:
         first.sum().backward()
 
     def test_a_training_step_equals_that_of_timm_with_patch_drop_rate(self) -> None:
-        native = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64, patch_drop_rate=0.5, num_classes=5)
-        clean = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=64, num_classes=5)
+        native, clean = timm_vit(64, patch_drop_rate=0.5), timm_vit(64)
         clean.load_state_dict(native.state_dict())
         x = torch.randn(2, 3, 64, 64)
         inject(clean, patch_dropout(p=0.5), example_input=x)
@@ -381,19 +362,14 @@ class TestPatchDropout:
             inject(model, patch_dropout(), example_input=x)
         assert not find(model)
 
-    def test_inject_refuses_them_too(self) -> None:
-        with pytest.raises(LayerError, match="TokenDropout"):
-            inject(swin(), TokenDropout(0.5, prefix=0, remove=True), layers="patch_embed", example_input=PIXELS)
-
     def test_a_model_that_already_removes_patches_raises(self) -> None:
-        model = timm.create_model("vit_tiny_patch16_224", depth=1, patch_drop_rate=0.2)
         with pytest.raises(InjectionError, match=r"already has it(.|\n)*patch_drop_rate=0.0"):
-            inject(model, patch_dropout(), example_input=torch.randn(1, 3, 224, 224))
+            inject(timm_vit(64, patch_drop_rate=0.2), patch_dropout(), example_input=torch.randn(1, 3, 64, 64))
 
     @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler reads it
     def test_compiled_models_break_the_graph_once_and_remove_the_right_number(self) -> None:
         torch.compiler.reset()
-        model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=64).train()
+        model = timm_vit(64, depth=1).train()
         drop = inject(model, patch_dropout(p=0.5), example_input=torch.randn(2, 3, 64, 64))
         fast = torch.compile(model, backend="eager")
         lengths: list[int] = []
@@ -440,15 +416,29 @@ def test_recipes_are_part_of_a_compiled_graph() -> None:
     model = llama()
     inject(model, neftune(attention_mask=True))
     inject(model, layer_drop(p=0.5))
-    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    fast = torch.compile(model, backend="eager", fullgraph=True)
     losses = []
-    for seed in range(20):
+    for seed in range(12):
         torch.manual_seed(seed)
         losses.append(fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item())
-    assert len(set(losses)) == 20, "each draws other noise"
+    assert len(set(losses)) == 12, "each draws other noise"
     find(model)["neftune"].remove()
-    losses = [fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item() for _ in range(20)]
+    losses = [fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item() for _ in range(12)]
     assert 1 < len({round(loss, 5) for loss in losses}) <= 4, "two layers, each dropped or not"
+
+
+def test_recipes_find_their_sites_under_peft() -> None:
+    """Also with an adapter around the projection that head_dropout hooks."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["o_proj"], task_type="CAUSAL_LM")).train()
+    noise = inject(model, neftune(attention_mask=True))
+    heads = inject(model, head_dropout(p=0.3), example_input={"input_ids": IDS})
+    with noise.recording() as recording:
+        run(model)
+    record = recording[noise.sites[0].name]
+    assert torch.equal((record.before != record.after).any(-1), MASK == 1)
+    assert [site.name.rpartition(".")[2] for site in heads.sites] == ["o_proj"] * 2
+    assert all(site.called for site in heads.sites)
 
 
 def test_three_recipes_on_one_llama_leave_nothing_behind() -> None:

@@ -12,17 +12,18 @@ import hookdrop
 from tests.support.programs import ROOT, run_code
 
 
-def test_the_compiler_is_imported_only_when_something_is_compiled(tmp_path: Path) -> None:
-    """The import takes about as long as that of PyTorch. (PyTorch's optimizers and fake tensors import it too.)
+def test_the_compiler_and_pyplot_are_imported_only_when_needed(tmp_path: Path) -> None:
+    """The compiler takes about as long as PyTorch. (PyTorch's optimizers and fake tensors import it too.)
 
-    Libraries of models are not needed.
+    Libraries of models are not needed. Importing pyplot would keep figures open and display them twice in notebooks.
     """
+    pytest.importorskip("matplotlib")
     run_code(f"""
 import sys, torch
 from torch import nn
 sys.modules.update(timm=None, torchvision=None, transformers=None)
 from hookdrop import DropBlock, Dropout, LinearSchedule, find, inject, observe, recipes
-model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 6))
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1))
 drop = inject(model, DropBlock(0.1, 3), layers="0", schedule=LinearSchedule(4))
 inject(model, nn.Dropout(0.5), layers="1")
 model(torch.ones(1, 3, 8, 8)).sum().backward()
@@ -30,29 +31,14 @@ drop.step()
 drop.probe(torch.ones(1, 3, 8, 8))
 torch.save(model, {str(tmp_path / "model.pt")!r})
 find(torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)).step()
-drop.remove()
-with observe.stats(model) as seen:
+with drop.recording() as recorded, observe.stats(model) as seen:
     model(torch.ones(1, 3, 8, 8))
 assert list(seen) == ["0", "1"]
 assert recipes.stochastic_depth
-assert "torch._dynamo" not in sys.modules
-""")
+assert "torch._dynamo" not in sys.modules and "matplotlib" not in sys.modules
 
-
-def test_pyplot_is_not_imported() -> None:
-    """Importing pyplot would keep figures open and display them twice in notebooks."""
-    pytest.importorskip("matplotlib")
-    run_code("""
-import sys, torch
-from torch import nn
-from hookdrop import Dropout, inject, observe
-assert "matplotlib" not in sys.modules
-model = nn.Sequential(nn.Conv2d(1, 2, 3))
-drop = inject(model, Dropout(0.5), layers="0")
-with drop.recording() as r, observe.stats(model) as s:
-    model(torch.ones(1, 1, 5, 5))
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-for figure in (r.plot_features(), r.plot_masks(), s.plot(), observe.plot_schedule(drop, 5)):
+for figure in (recorded.plot_features(), recorded.plot_masks(), seen.plot(), observe.plot_schedule(drop, 5)):
     FigureCanvasAgg(figure).draw()
 assert "matplotlib.pyplot" not in sys.modules
 """)

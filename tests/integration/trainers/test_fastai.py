@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +127,6 @@ class TestSteps:
         assert rates.rates[:6] == rates.rates[6:12] == ramp(0, 6)
         assert set(rates.rates[12:]) == {None}
 
-    def test_validate_alone_places_nothing(self, learn: Learner) -> None:
-        learn.add_cb(InjectionCallback(HEAD))
-        found: list[int] = []
-        learn.validate(cbs=Callback(after_pred=lambda self: found.append(len(find(self.model)))))
-        assert set(found) == {0}
-
     def test_a_compiled_model(self, learn: Learner) -> None:
         learn.model = torch.compile(learn.model, backend="eager")
         learn.fit(2, cbs=[InjectionCallback(HEAD), rates := Rates()])
@@ -144,8 +139,7 @@ class TestLearningRateFinder:
         learn.add_cb(InjectionCallback(HEAD))
         before = copy.deepcopy(learn.model.state_dict())
         learn.lr_find(num_it=10, show_plot=False, suggest_funcs=None)
-        for name, value in before.items():
-            assert torch.equal(value, learn.model.state_dict()[name]), name
+        torch.testing.assert_close(learn.model.state_dict(), before, rtol=0, atol=0)
         learn.add_cb(rates := Rates())
         learn.lr_find(num_it=10, show_plot=False, suggest_funcs=None)
         assert set(rates.rates) == {None}
@@ -162,17 +156,16 @@ class TestLearningRateFinder:
 
 
 class TestResume:
-    @pytest.mark.parametrize("epoch", [1, 2])
-    def test_a_resumed_run_ends_bit_equal(self, epoch: int, learn: Learner, tmp_path: Path) -> None:
+    def test_a_resumed_run_ends_bit_equal(self, learn: Learner, tmp_path: Path) -> None:
         saving = SaveModelCallback(every_epoch=True, with_opt=True)
         learn.fit_one_cycle(3, cbs=[InjectionCallback(HEAD, INPUT), SeedSteps(), saving])
-        resumed = learner(tmp_path).load(f"model_{epoch - 1}")
-        with resumed.no_bar(), resumed.no_logging():
-            callbacks = [InjectionCallback(HEAD, INPUT), SeedSteps(), rates := Rates()]
-            resumed.fit_one_cycle(3, cbs=callbacks, start_epoch=epoch)
-        assert rates.rates == ramp(6 * epoch, 18)
-        for name, value in learn.model.state_dict().items():
-            assert torch.equal(value, resumed.model.state_dict()[name]), name
+        for epoch in (1, 2):
+            resumed = learner(tmp_path).load(f"model_{epoch - 1}")
+            with resumed.no_bar(), resumed.no_logging():
+                callbacks = [InjectionCallback(HEAD, INPUT), SeedSteps(), rates := Rates()]
+                resumed.fit_one_cycle(3, cbs=callbacks, start_epoch=epoch)
+            assert rates.rates == ramp(6 * epoch, 18)
+            torch.testing.assert_close(resumed.model.state_dict(), learn.model.state_dict(), rtol=0, atol=0)
 
     def test_an_exported_learner_loads(self, learn: Learner, tmp_path: Path) -> None:
         learn.add_cb(InjectionCallback(HEAD))
@@ -185,47 +178,38 @@ class TestResume:
         assert not find(loaded.model)
 
 
-class TestLogs:
-    def test_the_recorder_keeps_the_rates_beside_the_learning_rates(self, learn: Learner) -> None:
-        learn.fit_one_cycle(2, cbs=InjectionCallback(HEAD))
-        assert learn.recorder.hps[RATE] == ramp(0, 12)
-        assert len(learn.recorder.hps["lr"]) == 12
-        learn.fit(1, cbs=InjectionCallback(HEAD))
-        assert learn.recorder.hps[RATE] == ramp(0, 6)
-        learn.fit_one_cycle(1, cbs=InjectionCallback(HEAD, log=False))
-        assert RATE not in learn.recorder.hps
+def test_the_recorder_keeps_the_rates_beside_the_learning_rates(learn: Learner) -> None:
+    learn.fit_one_cycle(2, cbs=InjectionCallback(HEAD))
+    assert learn.recorder.hps[RATE] == ramp(0, 12)
+    assert len(learn.recorder.hps["lr"]) == 12
+    learn.fit_one_cycle(1, cbs=InjectionCallback(HEAD, log=False))
+    assert RATE not in learn.recorder.hps
 
 
-class TestRanks:
-    def test_each_rank_gets_its_own_seed(self, learn: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Distributing data with fastai requires CUDA, so this test has the environment of a rank, and no other rank."""
-        learn.remove_cbs([type(learn.recorder)])  # it communicates
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        seeds = []
-        for rank in range(2):
-            monkeypatch.setenv("RANK", str(rank))
+def test_each_rank_gets_its_own_seed(learn: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Distributing data with fastai requires CUDA, so this test has the environment of a rank, and no other rank."""
+    learn.remove_cbs([type(learn.recorder)])  # it communicates
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        for each, seed in ((True, seed_per_rank(3, rank=rank)), (False, 3)):
             torch.manual_seed(3)
-            learn.fit(1, cbs=InjectionCallback(HEAD))
-            seeds.append(torch.initial_seed())
-            torch.manual_seed(3)
-            learn.fit(1, cbs=InjectionCallback(HEAD, seed_per_rank=False))
-            assert torch.initial_seed() == 3
-        assert seeds == [seed_per_rank(3, rank=0), seed_per_rank(3, rank=1)]
+            learn.fit(1, cbs=InjectionCallback(HEAD, seed_per_rank=each))
+            assert torch.initial_seed() == seed
 
 
 class TestErrors:
-    @pytest.mark.parametrize("error", [FloatingPointError, KeyboardInterrupt, CancelFitException])
-    def test_a_fit_that_does_not_finish_leaves_no_hooks(self, error: Any, learn: Learner) -> None:
-        callbacks = [InjectionCallback(HEAD), Rates(fails_at=8, error=error)]
-        if error is CancelFitException:
-            learn.fit(2, cbs=callbacks)
-        else:
-            with pytest.raises(error):
-                learn.fit(2, cbs=callbacks)
+    @pytest.mark.parametrize(
+        ("error", "batch"), [(FloatingPointError, 0), (KeyboardInterrupt, 8), (CancelFitException, 8)]
+    )
+    def test_a_fit_that_does_not_finish_leaves_no_hooks(self, error: Any, batch: int, learn: Learner) -> None:
+        """Nor warnings about sites that did not run, and schedules that did not advance."""
+        with nullcontext() if error is CancelFitException else pytest.raises(error):
+            learn.fit(2, cbs=[InjectionCallback(HEAD), Rates(fails_at=batch, error=error)])
         assert not find(learn.model)
         assert "_with_events" not in vars(learn)
 
-    @pytest.mark.parametrize("event", ["before_fit", "before_epoch", "after_validate", "after_epoch", "after_fit"])
+    @pytest.mark.parametrize("event", ["before_fit", "after_validate", "after_fit"])
     def test_an_error_of_another_callback_leaves_no_hooks(self, event: str, learn: Learner) -> None:
         def fail(self: Any) -> None:
             raise OSError("the disk is full")
@@ -238,12 +222,6 @@ class TestErrors:
         learn.fit(1, cbs=(rates := Rates()))
         assert set(rates.rates) == {None}
         assert "_with_events" not in vars(learn)
-
-    def test_an_error_in_the_first_step_is_not_followed_by_warnings(self, learn: Learner) -> None:
-        """About sites that did not run, and schedules that did not advance."""
-        with pytest.raises(FloatingPointError):
-            learn.fit(2, cbs=[InjectionCallback(HEAD), Rates(fails_at=0)])
-        assert not find(learn.model)
 
     def test_a_canceled_epoch_keeps_the_hooks(self, learn: Learner) -> None:
         def cancel(self: Any) -> None:

@@ -49,23 +49,16 @@ def patched(script: str) -> str:
     return script.replace(loop, loop + seed)
 
 
+SETTINGS = (
+    "--data-dir images --model resnet10t --num-classes 2 --img-size 32 --batch-size 4 --epochs 3 --lr 0.01 --opt adamw "
+    "--model-ema --device cpu --workers 0 --no-prefetcher --checkpoint-hist 9 --output ."
+)
+
+
 def train(folder: Path, out: str, *arguments: object) -> str:
-    settings = (
-        "--model resnet10t --num-classes 2 --img-size 32 --batch-size 4 --epochs 3 --lr 0.01 --opt adamw --model-ema"
-    )
-    quiet = "--device cpu --workers 0 --no-prefetcher --checkpoint-hist 9 --output ."
-    command = [
-        sys.executable,
-        "train.py",
-        "--data-dir",
-        "images",
-        *settings.split(),
-        *quiet.split(),
-        "--experiment",
-        out,
-    ]
+    command = [sys.executable, "train.py", *SETTINGS.split(), "--experiment", out, *map(str, arguments)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, cwd=folder, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

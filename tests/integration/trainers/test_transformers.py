@@ -12,18 +12,14 @@ from torch import nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from transformers import (
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from hookdrop import HookdropWarning, InjectionError, InjectionSpec, LinearSchedule, StateError, find
 from hookdrop.integrations.transformers import InjectionCallback
 from tests.support import transformers_models
-from tests.support.programs import ROOT, run_python
+from tests.support.programs import ROOT
+from tests.support.ranks import run_ranks
 
 BRANCHES = InjectionSpec("residual_dropout(p=0.3)", schedule="LinearSchedule(steps=1.0)")
 EMBEDDING = InjectionSpec(
@@ -74,6 +70,10 @@ def trainer(folder: Path, *callbacks: Any, model: Any = None, **settings: Any) -
     return made
 
 
+RESTORED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": True}
+"""Settings of a run that saves after half of its steps, and restores the callbacks."""
+
+
 class TestSteps:
     def test_epochs_and_steps_define_the_total(self, tmp_path: Path) -> None:
         for settings, total in (({"num_train_epochs": 2}, 8), ({"max_steps": 5}, 5)):
@@ -122,34 +122,17 @@ class TestSteps:
         made.train()
         assert rates.rates == pytest.approx([0.3 * step / 8 for step in range(3, 8)])
 
-    def test_gradient_checkpointing_trains_the_same(self, tmp_path: Path) -> None:
-        trained = []
-        for checkpointing in (False, True):
-            made = trainer(tmp_path, InjectionCallback(BRANCHES), activation_checkpointing=checkpointing)
-            made.train()
-            trained.append(made.model.state_dict())
-        for name, value in trained[0].items():
-            assert torch.allclose(value, trained[1][name], atol=1e-6), name
-
-    def test_peft_models(self, tmp_path: Path) -> None:
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], r=2))
-        callback = InjectionCallback(BRANCHES)
-        trainer(tmp_path, callback, model=model).train()
-        assert len(callback.injection.sites) == 4
-
-    @pytest.mark.parametrize("text", ["layer_drop(p=0.3)", "stochastic_depth(p=0.3, mode='subset')"])
-    def test_the_cache_of_a_decoder_with_a_config_of_its_own_is_off(self, text: str, tmp_path: Path) -> None:
+    def test_the_cache_of_a_decoder_with_a_config_of_its_own_is_off(self, tmp_path: Path) -> None:
         model = transformers_models.t5(use_cache=True)
         assert model.decoder.config.use_cache
-        trainer(tmp_path, InjectionCallback(InjectionSpec(text)), model=model, max_steps=2).train()
+        trainer(tmp_path, InjectionCallback(InjectionSpec("layer_drop(p=0.3)")), model=model, max_steps=2).train()
         assert not model.decoder.config.use_cache
 
 
 class TestResume:
     @pytest.mark.parametrize("restore", [False, True])
     def test_a_resumed_run_ends_bit_equal(self, restore: bool, tmp_path: Path) -> None:
-        settings = {"save_strategy": "steps", "save_steps": 3, "restore_callback_states_from_checkpoint": restore}
+        settings = RESTORED | {"save_steps": 3, "restore_callback_states_from_checkpoint": restore}
         whole = trainer(tmp_path, InjectionCallback(BRANCHES, EMBEDDING), **settings)
         whole.train()
         rates = Rates()
@@ -160,44 +143,38 @@ class TestResume:
             assert torch.equal(value, resumed.model.state_dict()[name]), name
 
     def test_target_rates_changed_during_the_training_are_restored(self, tmp_path: Path) -> None:
-        settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": True}
 
         class Change(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
                 if state.global_step == 2:
                     next(iter(find(model))).target_p = 0.2
 
-        trainer(tmp_path, InjectionCallback(BRANCHES), Change(), **settings).train()
-        resumed = trainer(tmp_path, InjectionCallback(BRANCHES), **settings)
+        trainer(tmp_path, InjectionCallback(BRANCHES), Change(), **RESTORED).train()
+        resumed = trainer(tmp_path, InjectionCallback(BRANCHES), **RESTORED)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert next(iter(find(resumed.model))).target_p == 0.2
 
     def test_a_checkpoint_with_other_specs_raises_before_the_first_step(self, tmp_path: Path) -> None:
-        settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": True}
-        trainer(tmp_path, InjectionCallback(BRANCHES), **settings).train()
-        made = trainer(tmp_path, InjectionCallback(EMBEDDING), **settings)
+        trainer(tmp_path, InjectionCallback(BRANCHES), **RESTORED).train()
+        made = trainer(tmp_path, InjectionCallback(EMBEDDING), **RESTORED)
         with pytest.raises(StateError, match="only in the state: .'residual_dropout'"):
             made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert not find(made.model)
 
     @pytest.mark.parametrize("restore", [False, True])
     def test_a_checkpoint_saved_without_the_callback(self, restore: bool, tmp_path: Path) -> None:
-        settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": restore}
+        settings = RESTORED | {"restore_callback_states_from_checkpoint": restore}
         trainer(tmp_path, **settings).train()
         resumed = trainer(tmp_path, callback := InjectionCallback(BRANCHES), **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert callback.injection.step_count == 7
 
     def test_several_callbacks_that_are_restored_stay_those_of_the_program(self, tmp_path: Path) -> None:
-        settings = {"save_strategy": "steps", "save_steps": 4, "restore_callback_states_from_checkpoint": True}
-        trainer(tmp_path, InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING), **settings).train()
+        trainer(tmp_path, InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING), **RESTORED).train()
         callbacks = [InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING)]
-        resumed = trainer(tmp_path, *callbacks, **settings)
+        resumed = trainer(tmp_path, *callbacks, **RESTORED)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        assert [drop.name for callback in callbacks for drop in callback.injection] == [
-            "residual_dropout",
-            "embedding",
-        ]
+        assert [drop.name for callback in callbacks for drop in callback.injection] == ["residual_dropout", "embedding"]
         assert [drop.step_count for callback in callbacks for drop in callback.injection] == [7, 7]
 
     def test_a_removed_callback_places_nothing(self, tmp_path: Path) -> None:
@@ -225,15 +202,6 @@ class TestLogs:
         ]
         assert rates == pytest.approx([0.3 * step / 8 for step in range(8)])
 
-    def test_a_resumed_run_that_restores_callbacks_logs_too(self, tmp_path: Path) -> None:
-        settings = {"save_strategy": "steps", "save_steps": 4, "logging_strategy": "steps", "logging_steps": 1}
-        settings["restore_callback_states_from_checkpoint"] = True
-        trainer(tmp_path, InjectionCallback(BRANCHES), **settings).train()
-        resumed = trainer(tmp_path, InjectionCallback(BRANCHES), **settings)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        rates = {row["step"]: row["hookdrop/residual_dropout/p"] for row in resumed.state.log_history if "loss" in row}
-        assert rates == pytest.approx({step + 1: 0.3 * step / 8 for step in range(8)})
-
     def test_an_evaluation_without_the_hooks_logs_no_rates(self, tmp_path: Path) -> None:
         made = trainer(tmp_path, InjectionCallback(BRANCHES))
         made.train()
@@ -241,53 +209,39 @@ class TestLogs:
         assert not any("hookdrop" in name for name in made.evaluate(made.train_dataset))
 
 
-class Gradients(TrainerCallback):
-    """The largest gradient of a weight in each step."""
+def test_a_compiled_model_drops_at_the_rates_of_the_schedule(tmp_path: Path) -> None:
+    """Branches that are dropped have no gradient."""
+    largest: list[float] = []
 
-    def __init__(self) -> None:
-        self.largest: list[float] = []
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+            largest.append(model.get_parameter("model.layers.1.mlp.down_proj.weight").grad.abs().max().item())
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        gradient = model.get_parameter("model.layers.1.mlp.down_proj.weight").grad
-        assert gradient is not None
-        self.largest.append(gradient.abs().max().item())
-
-
-class TestCompile:
-    def test_a_compiled_model_drops_at_the_rates_of_the_schedule(self, tmp_path: Path) -> None:
-        """Branches that are dropped have no gradient."""
-        late = InjectionSpec("Dropout(p=1.0)", layers="**.mlp", schedule="LateSchedule(cutoff=4)")
-        gradients = Gradients()
-        compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-        trainer(tmp_path, InjectionCallback(late), gradients, **compiled).train()
-        assert min(gradients.largest[:4]) > 0
-        assert gradients.largest[4:] == [0.0] * 4
+    late = InjectionSpec("Dropout(p=1.0)", layers="**.mlp", schedule="LateSchedule(cutoff=4)")
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    trainer(tmp_path, InjectionCallback(late), Gradients(), **compiled).train()
+    assert min(largest[:4]) > 0
+    assert largest[4:] == [0.0] * 4
 
 
-class TestRanks:
-    def test_ranks_draw_different_masks_at_equal_rates(self, tmp_path: Path) -> None:
-        """The Trainer seeds all ranks with the same number, so their masks would be equal."""
-        program = ROOT / "tests" / "integration" / "trainers" / "programs" / "transformers_ranks.py"
-        run_python(program, tmp_path, ranks=2)
-        first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
-        assert first["rates"] == second["rates"] == pytest.approx([0.3 * step / 4 for step in range(4)])
-        assert first["step"] == second["step"] == 3
-        assert first["dropped"] != second["dropped"]
-
-
-class Failing(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise FloatingPointError("the loss is nan")
+def test_ranks_draw_different_masks_at_equal_rates(tmp_path: Path) -> None:
+    """The Trainer seeds all ranks with the same number, so their masks would be equal."""
+    run_ranks(ROOT / "tests/integration/trainers/programs/transformers_ranks.py", tmp_path, ranks=2)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first["rates"] == second["rates"] == pytest.approx([0.3 * step / 4 for step in range(4)])
+    assert first["step"] == second["step"] == 3
+    assert first["dropped"] != second["dropped"]
 
 
 class TestErrors:
     @pytest.mark.parametrize("step", [0, 3])
     def test_an_exception_leaves_no_hooks(self, step: int, tmp_path: Path) -> None:
-        made = trainer(tmp_path, InjectionCallback(BRANCHES), Failing(step))
+        class Failing(TrainerCallback):
+            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == step:
+                    raise FloatingPointError
+
+        made = trainer(tmp_path, InjectionCallback(BRANCHES), Failing())
         with pytest.raises(FloatingPointError):
             made.train()
         assert not find(made.model)

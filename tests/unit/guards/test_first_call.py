@@ -15,97 +15,60 @@ from hookdrop import (
     DropPath,
     FeatureAlphaDropout,
     GaussianNoise,
-    HookdropWarning,
     LinearSchedule,
     Masksembles,
     ShapeError,
     inject,
     plan,
 )
-from tests.support.models import Small
+from tests.support.models import toy
 from tests.support.training import train
 
 
-class Tokens(nn.Module):
-    """Processes tokens (N, 196, 8), as a ViT does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x)
+def nhwc() -> nn.Module:
+    forward = lambda m, x: m.stage2(m.stage1(x)[:, ::2, ::2])  # noqa: E731
+    return toy(forward, stage1=nn.Linear(24, 24), stage2=nn.Linear(24, 24))
 
 
-class NHWC(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stage1, self.stage2 = nn.Linear(24, 24), nn.Linear(24, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.stage2(self.stage1(x)[:, ::2, ::2])
+X = torch.randn(2, 14, 14, 24)
 
 
 class TestShapes:
     def test_first_forward_checks_shapes_even_at_rate_0(self) -> None:
-        model = Tokens()
-        inject(model, DropBlock(0.1, 7), layers="blocks.1", schedule=LinearSchedule(100))
-        model.eval()(torch.randn(2, 196, 8))
-        with pytest.raises(ShapeError, match=r"DropBlock at 'blocks.1' got \(2, 196, 8\): tokens have no map"):
-            model.train()(torch.randn(2, 196, 8))
+        model, tokens = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 196, 8)
+        inject(model, DropBlock(0.1, 7), layers="1", schedule=LinearSchedule(100))
+        model.eval()(tokens)
+        with pytest.raises(ShapeError, match="DropBlock at '1' got"):
+            model.train()(tokens)
 
     @pytest.mark.parametrize("regularizer", [DropBlock(0.1, 3), Dropout2d(0.1)], ids=repr)
     def test_plan_warns_about_nhwc_maps(self, regularizer: nn.Module) -> None:
-        x = torch.randn(2, 14, 14, 24)
-        drafted = plan(NHWC(), regularizer, layers="*", example_input=x)
+        drafted = plan(nhwc(), regularizer, layers="*", example_input=X)
         assert [site.reading for site in drafted.sites] == ["C=14 H=14 W=24", "C=7 H=7 W=24"]
         (warning,) = drafted.warnings
         assert "'stage1': reads (2, 14, 14, 24) as C=14 H=14 W=24; that looks like NHWC: " in warning
         assert warning.endswith("(and 1 more site like it)")
 
-    def test_first_forward_warns_once_about_nhwc_maps(self) -> None:
-        model = NHWC()
-        inject(model, DropBlock(0.1, 3), layers="*")
-        with pytest.warns(HookdropWarning) as caught:
-            train(model, torch.randn(2, 14, 14, 24), 3)
-        (warning,) = caught
-        assert "DropBlock at 'stage1': reads (2, 14, 14, 24) as C=14 H=14 W=24; that looks like NHWC" in str(
-            warning.message
-        )
-        assert "channel_dim=-1" in str(warning.message)
-
-    def test_first_forward_does_not_repeat_warnings_of_the_plan(self) -> None:
-        model, x = NHWC(), torch.randn(2, 14, 14, 24)
-        with pytest.warns(HookdropWarning, match="looks like NHWC"):
-            inject(model, DropBlock(0.1, 3), layers="*", example_input=x)
-        model(x)
+    def test_nhwc_maps_warn_once(self) -> None:
+        """At the first forward, or before it in the plan."""
+        for settings in ({}, {"example_input": X}):
+            model = nhwc()
+            with warnings.catch_warnings(record=True, action="always") as caught:
+                inject(model, DropBlock(0.1, 3), layers="*", **settings)
+                train(model, X, 3)
+            assert ["looks like NHWC" in str(one.message) for one in caught] == [True]
 
     def test_channel_dim_silences_the_nhwc_warning(self) -> None:
-        drafted = plan(NHWC(), DropBlock(0.1, 3, channel_dim=-1), layers="*", example_input=torch.randn(2, 14, 14, 24))
+        drafted = plan(nhwc(), DropBlock(0.1, 3, channel_dim=-1), layers="*", example_input=X)
         assert [site.reading for site in drafted.sites] == ["C=24 H=14 W=14", "C=24 H=7 W=7"]
         assert drafted.warnings == []
 
     def test_plan_checks_every_call_of_a_layer(self) -> None:
         """The first of two maps that a head is called with is too small."""
-
-        class Pyramid(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.head = nn.Identity()
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.head(x[:, :, ::4, ::4]).sum() + self.head(x).sum()
-
-        drafted = plan(Pyramid(), DropBlock(0.1, 3), layers="head", example_input=torch.ones(1, 2, 12, 12))
+        pyramid = toy(lambda m, x: m.head(x[:, :, ::4, ::4]).sum() + m.head(x).sum(), head=nn.Identity())
+        drafted = plan(pyramid, DropBlock(0.1, 3), layers="head", example_input=torch.ones(1, 2, 12, 12))
         assert (drafted.sites[0].calls, drafted.sites[0].shape) == (2, (1, 2, 12, 12))
         assert "covers the whole 3x3 map" in drafted.warnings[0]
-
-    def test_function_that_changes_the_shape_is_an_error(self, model: Small, images: torch.Tensor) -> None:
-        inject(model, torch.Tensor.sum, layers="fc")
-        with pytest.raises(
-            ShapeError, match=r"sum at 'fc' got \(4, 10\) torch.float32 and returned \(\) torch.float32"
-        ):
-            model(images)
 
 
 def packed(model: nn.Module) -> object:
@@ -116,7 +79,7 @@ def packed(model: nn.Module) -> object:
 def test_a_packed_sequence_is_refused_by_what_treats_rows_as_samples(regularizer: nn.Module) -> None:
     model = nn.Sequential(nn.LSTM(3, 16))
     inject(model, regularizer, layers="0")
-    with pytest.raises(ShapeError, match=r"got a PackedSequence, whose rows are time steps(.|\n)*pad_packed_sequence"):
+    with pytest.raises(ShapeError):
         packed(model)
 
 
@@ -135,6 +98,6 @@ def test_a_strided_nested_tensor_is_refused_with_the_layout_that_works() -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of PyTorch, about this layout
         strided = torch.nested.nested_tensor(parts)
-        with pytest.raises(ShapeError, match=r"got a strided NestedTensor(.|\n)*layout=torch.jagged"):
+        with pytest.raises(ShapeError):
             model(strided)
     assert model(torch.nested.nested_tensor(parts, layout=torch.jagged)).is_nested

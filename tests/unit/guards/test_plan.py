@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hookdrop import DropBlock, Dropout, DropPath, Regularizer, plan
-from tests.support.models import Small
+from tests.support.models import Small, toy
 
 
 @pytest.mark.parametrize("regularizer", [DropBlock(0.95, 3), DropPath(0.8)])
@@ -21,26 +21,15 @@ def test_other_rates_do_not_warn(regularizer: Regularizer) -> None:
     assert plan(nn.Sequential(nn.Identity()), regularizer, layers="0").warnings == []
 
 
-class Gain(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.ones(4)
-
-
-class Skips(nn.Module):
+def skips() -> nn.Module:
     """Drops whole samples, in training mode."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.chance = rate
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (torch.rand(len(x), 1) > self.chance) if self.training else x
+    return toy(lambda m, x: x * (torch.rand(len(x), 1) > m.chance) if m.training else x, chance=0.1)
 
 
-@pytest.mark.parametrize("drops", [nn.Dropout(0.1), Skips(0.1), DropPath(0.1)])
+@pytest.mark.parametrize("drops", [nn.Dropout(0.1), skips(), DropPath(0.1)])
 @pytest.mark.parametrize("place", ["0", "1", "2"], ids=["layer", "gain", "itself"])
 def test_layers_that_already_drop_warn(drops: nn.Module, place: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Gain(), drops, nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), toy(lambda m, x: x * torch.ones(4)), drops, nn.Linear(4, 4))
     (warning,) = plan(model, Dropout(0.1), layers=place, example_input=torch.ones(2, 4)).warnings
     assert f"Dropout at '{place}': '2' already drops there" in warning
     assert not plan(model, Dropout(0.1), layers="3", example_input=torch.ones(2, 4)).warnings

@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    Dropout,
-    DropPath,
-    HookdropWarning,
-    LinearSchedule,
-    inject,
-)
-from tests.support.models import Small
+from hookdrop import Dropout, DropPath, HookdropWarning, LinearSchedule, inject
+from tests.support.models import Small, toy
 
 
 class TestChecks:
@@ -51,17 +45,9 @@ class TestChecks:
         drop.state_dict()
 
 
-class Windows(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.after = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.inside(x.flatten(0, 1)).view(x.shape))
-
-
 def test_sites_whose_rows_are_not_all_samples_warn_at_the_first_training_forward() -> None:
-    model, x = Windows(), torch.ones(2, 4, 2)
+    forward = lambda m, x: m.after(m.inside(x.flatten(0, 1)).view(x.shape))  # noqa: E731
+    model, x = toy(forward, inside=nn.Linear(2, 2), after=nn.Linear(2, 2)), torch.ones(2, 4, 2)
     drop = inject(model, DropPath(0.5), layers="*")
     model.eval()(x)
     with pytest.warns(HookdropWarning, match=r"'inside' has 8 and 'after' 2(.|\n)*example_input"):

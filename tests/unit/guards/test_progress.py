@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    Dropout,
-    HookdropWarning,
-    LinearSchedule,
-    inject,
-)
+from hookdrop import Dropout, HookdropWarning, LinearSchedule, inject
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
-from tests.support.models import mlp
-from tests.support.training import optimize, train
+from tests.support.models import mlp, toy
+from tests.support.training import optimize, sgd, train
 
 
 class TestSchedules:
@@ -31,23 +25,18 @@ class TestSchedules:
         with pytest.warns(HookdropWarning) as caught:
             optimize(model, 2 * UPDATES_BEFORE_WARNING)
         assert len(caught) == 1
-        assert str(caught[0].message) == (
-            "'dropout' is still at step 0 of LinearSchedule(steps=10): its schedule is not advancing, because nothing "
-            "calls step(), seek() or follow().\n"
-            "  after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   "
-            "or: drop.seek(global_step)"
-        )
+        assert "is still at step 0 of LinearSchedule(steps=10)" in str(caught[0].message)
 
     def test_gradient_accumulation_and_recurrent_calls_do_not_count_as_updates(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
-        train(model, torch.ones(2), 5000)
+        train(model, torch.ones(2), 1000)
 
     @pytest.mark.parametrize("how", ["loaded", "copied", "another optimizer", "stopped following"])
     def test_schedule_that_stops_advancing_warns(self, how: str) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = sgd(model)
         drop.follow(optimizer)
         model(torch.ones(2)).sum().backward()
         optimizer.step()
@@ -64,21 +53,15 @@ class TestSchedules:
             optimize(model, 2 * UPDATES_BEFORE_WARNING)
 
     def test_finished_schedule_does_not_warn(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
-        drop.seek(10)
-        optimize(model, 3 * UPDATES_BEFORE_WARNING)
-
-    def test_deleted_optimizer_of_a_finished_schedule_does_not_warn(self) -> None:
+        """Also if the followed optimizer is deleted."""
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        drop.follow(optimizer)
+        drop.follow(optimizer := sgd(model))
         model(torch.ones(2)).sum().backward()
         optimizer.step()
         del optimizer
         gc.collect()
-        model(torch.ones(2))
+        optimize(model, 3 * UPDATES_BEFORE_WARNING)
         assert drop.check() == []
 
     @pytest.mark.parametrize("layer", ["without weights", "frozen"])
@@ -87,9 +70,8 @@ class TestSchedules:
         self, layer: str, start: str
     ) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        drop = inject(
-            model, Dropout(0.5), layers="1" if layer == "without weights" else "0", schedule=LinearSchedule(1000)
-        )
+        place = "1" if layer == "without weights" else "0"
+        drop = inject(model, Dropout(0.5), layers=place, schedule=LinearSchedule(1000))
         model[0].requires_grad_(layer != "frozen")
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         if start == "loaded":
@@ -97,7 +79,7 @@ class TestSchedules:
         if start == "no longer followed":
             drop.follow(optimizer)
         if start == "deleted optimizer":
-            drop.follow(torch.optim.SGD(model.parameters(), 0.1))
+            drop.follow(sgd(model))
             gc.collect()
 
         def update(times: int) -> None:
@@ -139,7 +121,7 @@ class TestSchedules:
     def test_schedule_in_epochs_warns_at_100_times_its_end(self) -> None:
         model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(3))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = sgd(model)
         drop.follow(optimizer)
         model(torch.ones(2)).sum().backward()
         for _ in range(299):
@@ -153,7 +135,7 @@ class TestSchedules:
         """With accumulated gradients, it would end early. Two steps for one update are no coincidence after 20."""
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = sgd(model)
 
         def train_on_batches(count: int) -> None:
             for batch in range(count):
@@ -170,7 +152,7 @@ class TestSchedules:
         """A followed optimizer no longer counts steps once all hooks are gone."""
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(1000))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = sgd(model)
         drop.follow(optimizer)
         model(torch.ones(2)).sum().backward()
         optimizer.step()
@@ -186,7 +168,7 @@ class TestSchedules:
     def test_stepped_or_followed_schedule_does_not_warn(self, drive: Callable[..., Any]) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = sgd(model)
         drive(drop, optimizer)
         for _ in range(3 * UPDATES_BEFORE_WARNING):
             model(torch.ones(2)).sum().backward()
@@ -199,71 +181,26 @@ class TestSchedules:
     def test_rebuilt_optimizer_warns_at_its_first_step(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-        drop.follow(torch.optim.SGD(model.parameters(), 0.1))
+        drop.follow(sgd(model))
         gc.collect()
         with pytest.warns(HookdropWarning, match="the optimizer that it followed no longer exists"):
             optimize(model, 1)
 
 
 class TestHealthyTrainings:
-    @pytest.fixture(autouse=True)
-    def no_warnings(self) -> Iterator[None]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            yield
-
     def test_activation_called_1100_times_per_forward(self) -> None:
-        class Recurrent(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
+        def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(1100):
+                x = m.act(m.fc(x))
+            return x
 
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                for _ in range(1100):
-                    x = self.act(self.fc(x))
-                return x
-
-        model = Recurrent()
+        model = toy(forward, fc=nn.Linear(4, 4), act=nn.Tanh())
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         drop = inject(model, Dropout(0.01), layers="act", schedule=LinearSchedule(100)).follow(optimizer)
         for _ in range(2):
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
         assert drop.step_count == 2
-
-    def test_copied_teacher_in_eval_mode(self) -> None:
-        student = mlp()
-        inject(student, Dropout(0.5), layers="0")
-        teacher = copy.deepcopy(student).eval()
-        optimizer = torch.optim.SGD(student.parameters(), 0.01)
-        for _ in range(30):
-            x = torch.ones(2, 8)
-            (student(x) - teacher(x).detach()).square().sum().backward()
-            optimizer.step()
-            with torch.no_grad():
-                for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
-                    mine.lerp_(theirs, 0.01)
-
-
-def test_optimizer_steps_do_not_traverse_models() -> None:
-    model = nn.Sequential(*[nn.Linear(2, 2).requires_grad_(False) for _ in range(20)], nn.Linear(2, 2))
-    inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-    optimizer = torch.optim.SGD(model[20].parameters(), 0.1)
-    traversed = []
-
-    def counting(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        traversed.append(self)
-        return modules(self, *args, **kwargs)
-
-    model(torch.ones(2, 2)).sum().backward()
-    optimizer.step()
-    modules, nn.Module.modules = nn.Module.modules, counting  # type: ignore[method-assign]
-    try:
-        optimizer.step()
-    finally:
-        nn.Module.modules = modules  # type: ignore[method-assign]
-    # Models of other tests may be alive and may be traversed once.
-    assert not any(part is own for part in traversed for own in model.modules())
 
 
 def test_eval_mode_warning_names_all_sites() -> None:
@@ -274,15 +211,21 @@ def test_eval_mode_warning_names_all_sites() -> None:
         optimize(model, 2 * UPDATES_BEFORE_WARNING)
 
 
-def test_hooked_weight_average_does_not_warn() -> None:
-    model, average = mlp(), mlp().eval()
-    drop = inject(average, Dropout(0.5), layers="0")
+@pytest.mark.parametrize("hooked", ["model", "average"])
+def test_hooked_weight_average_does_not_warn(hooked: str) -> None:
+    """Nor does a hooked student whose copy is its teacher, in eval mode."""
+    model = mlp()
+    drop = inject(model, Dropout(0.5), layers="0") if hooked == "model" else None
+    average = copy.deepcopy(model).eval()
+    drop = drop or inject(average, Dropout(0.5), layers="0")
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for _ in range(30):
-        model(torch.ones(2, 8)).sum().backward()
+        target = average(torch.ones(2, 8)).detach() if hooked == "model" else 0.0
+        (model(torch.ones(2, 8)) - target).square().sum().backward()
         optimizer.step()
         with torch.no_grad():
             for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
                 mine.lerp_(theirs, 0.1)
-    with drop.sampling():
-        average(torch.ones(2, 8))
+    if hooked == "average":
+        with drop.sampling():
+            average(torch.ones(2, 8))

@@ -12,7 +12,6 @@ from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-import hookdrop
 from hookdrop import Dropout, HookdropWarning, LinearSchedule, find, inject
 from hookdrop.hooks import hook
 from tests.support.models import Small
@@ -38,7 +37,7 @@ def test_collecting_statistics_while_dropping_warns_once(
 ) -> None:
     inject(model, Dropout(0.5), layers="layer1.*.bn1", at=at)
     averaged = average(model)
-    with pytest.warns(HookdropWarning, match=r"statistics are collected.*\n.*hookdrop.update_bn\(loader") as caught:
+    with pytest.warns(HookdropWarning, match="statistics are collected") as caught:
         collect(averaged, [images] * 2)
     assert len(caught) == 1
     collect(averaged, [images])
@@ -55,7 +54,7 @@ def train_without_gradients(model: Small, images: Tensor) -> None:
 
 
 def collect_at_rate_0(model: Small, images: Tensor) -> None:
-    hookdrop.find(model).remove()
+    find(model).remove()
     inject(model, Dropout(0.5), layers="layer1.*", schedule=LinearSchedule(10))
     swa_utils.update_bn([images], model)
 
@@ -63,10 +62,6 @@ def collect_at_rate_0(model: Small, images: Tensor) -> None:
 def collect_while_disabled(model: Small, images: Tensor) -> None:
     with find(model).disabled():
         swa_utils.update_bn([images], model)
-
-
-def collect_with_hookdrop(model: Small, images: Tensor) -> None:
-    hookdrop.update_bn([images], model)
 
 
 def sample(model: Small, images: Tensor) -> None:
@@ -77,14 +72,7 @@ def sample(model: Small, images: Tensor) -> None:
 
 @pytest.mark.parametrize(
     "use",
-    [
-        train_with_reentrant_checkpoints,
-        train_without_gradients,
-        collect_at_rate_0,
-        collect_while_disabled,
-        collect_with_hookdrop,
-        sample,
-    ],
+    [train_with_reentrant_checkpoints, train_without_gradients, collect_at_rate_0, collect_while_disabled, sample],
 )
 def test_no_warning(model: Small, images: Tensor, use: Callable[[Small, Tensor], None]) -> None:
     inject(model, Dropout(0.5), layers="layer1.*")

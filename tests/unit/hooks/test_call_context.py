@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,8 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import NEFTune, Regularizer, ShapeError, inject
-from hookdrop.hooks.call_context import CallValue
-from hookdrop.hooks.hook import SiteHook
 from hookdrop.regularizers.samples import SampleRows
 
 IDS = torch.arange(12).view(2, 6)
@@ -50,12 +49,6 @@ def noisy(model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     return (model(*args, **kwargs) != clean).any(-1)
 
 
-def values(model: TokenModel) -> CallValue:
-    (hook,) = model.embed._forward_hooks.values()
-    assert isinstance(hook, SiteHook)
-    return hook.collected["attention_mask"]
-
-
 class TestAttentionMask:
     def test_it_is_that_of_the_call(self) -> None:
         model = masked()
@@ -74,7 +67,8 @@ class TestAttentionMask:
         with pytest.raises(ShapeError):
             model(IDS, MASK[:, :3])
         assert torch.equal(noisy(model.embed, IDS), ALL)
-        assert values(model).stack == []
+        (hook,) = model.embed._forward_hooks.values()
+        assert hook.collected["attention_mask"].stack == []
 
     @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
     @pytest.mark.parametrize("in_thread", [False, True])
@@ -98,11 +92,8 @@ class TestAttentionMask:
             mask = MASK if index % 2 else None
             found[index] = all(torch.equal(noisy(model, IDS, mask), ALL if mask is None else MASK == 1) for _ in "abc")
 
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(run, range(8)))
         assert list(found.values()) == [True] * 8
 
     @pytest.mark.parametrize("compiled", [False, True])
@@ -161,13 +152,9 @@ def test_the_number_of_samples_is_that_of_the_module_around() -> None:
     model(torch.zeros(5, 8))
     model.inner(torch.zeros(3, 4))
     assert Sees.seen == [SampleRows(0, False, 3), SampleRows(0, False, 5), SampleRows()]
+    with inject(model, Sees(), layers="inner", on_existing="replace"):  # without a fact, each row is a sample
+        model(torch.zeros(3, 8))
+    assert Sees.seen[-1] is None
+    drop = inject(model, Sees(samples=("", 0, False)), layers="inner")
     drop.remove()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_without_a_fact_each_row_is_a_sample() -> None:
-    model = Windowed()
-    inject(model, Sees(), layers="inner")
-    Sees.seen.clear()
-    model(torch.zeros(3, 8))
-    assert Sees.seen == [None]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from hookdrop import DropBlock, Dropout, Injection, InjectionError, LinearSchedule, Regularizer, find, inject
+from hookdrop import DropBlock, Dropout, Injection, InjectionError, LinearSchedule, find, inject
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.recipes.base import Recipe, RecipeSite
 from tests.support.injections import half_ramped
@@ -41,12 +41,6 @@ def test_copy_has_independent_hooks(model: Small, drop: Injection, images: torch
     own.remove()
     assert torch.equal(run(model, images), run(twin, images))
     assert not any(isinstance(hook, SiteHook) for m in twin.modules() for hook in m._forward_hooks.values())
-
-
-def test_copied_submodule_has_only_its_own_hooks(model: Small, drop: Injection) -> None:
-    part = copy.deepcopy(model.layer1[0])
-    assert [site.name for site in next(iter(find(part))).sites] == ["layer1.0"]
-    assert sum(1 for _ in part.modules()) == sum(1 for _ in model.layer1[0].modules())
 
 
 @dataclass(frozen=True)
@@ -118,38 +112,31 @@ def test_handle_stored_as_attribute_is_copied_with_its_model(images: torch.Tenso
         assert len(find(twin)) == 1
 
 
-class Counts(Regularizer):
+class Counts(Dropout):
     """A regularizer with mutable state."""
 
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__()
-        self.p = p
-        self.calls: list[int] = []
+    calls: Any = 0
 
     def regularize(self, x: torch.Tensor, rate: Any) -> torch.Tensor:
-        self.calls.append(len(self.calls))
+        self.calls += 1
         return x
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_regularizer_state_is_copied_not_shared(model: Small, images: torch.Tensor, how: str) -> None:
     """Hooks built from closures would share their state between copies."""
-    inject(model, Counts(), layers="fc")
+    inject(model, Counts(0.5), layers="fc")
     model(images)
     twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
     twin(images)
     twin(images)
-
-    def calls(what: Small) -> list[int]:
-        (hook,) = what.fc._forward_hooks.values()
-        return hook.regularizer.calls
-
-    assert (calls(model), calls(twin)) == ([0], [0, 1, 2])
+    calls = [hook.regularizer.calls for one in (model, twin) for hook in one.fc._forward_hooks.values()]
+    assert calls == [1, 3]
 
 
-def test_shallow_copy_shares_the_hooks(model: Small, drop: Injection) -> None:
-    """PyTorch shares the hook tables, as with DataParallel's replicas."""
-    twin = copy.copy(model.layer1)
+def test_copies_of_parts(model: Small, drop: Injection) -> None:
+    assert [site.name for site in find(copy.deepcopy(model.layer1[0])).sites] == ["layer1.0"]
+    twin = copy.copy(model.layer1)  # shares the hooks, as DataParallel's replicas do
     assert find(twin) == drop
     drop.remove()
     assert not find(twin)
@@ -160,21 +147,10 @@ def test_copied_handle_without_its_model(model: Small, drop: Injection) -> None:
     assert copy.copy(drop) == drop
     for alone in (copy.deepcopy(drop), pickle.loads(pickle.dumps(drop))):
         assert "whose model was deleted" in repr(alone)
-        with pytest.raises(InjectionError, match=r"was deleted(.|\n)*find\(copy\)"):
+        with pytest.raises(InjectionError):
             alone.probe(torch.ones(2, 3, 8, 8))
         assert "was deleted" in alone.check()[0]
     assert len(find(model)) == 1
-
-
-@pytest.mark.parametrize("order", [("drop", "model"), ("model", "drop")])
-def test_handle_and_model_are_copied_together_in_any_order(
-    model: Small, drop: Injection, order: tuple[str, str]
-) -> None:
-    both: dict[str, Any] = {"drop": drop, "model": model}
-    for twin in (copy.deepcopy({k: both[k] for k in order}), pickle.loads(pickle.dumps({k: both[k] for k in order}))):
-        assert find(twin["model"]) == twin["drop"]
-        twin["drop"].seek(10)
-        assert (twin["drop"].p, drop.p) == (0.4, 0.2)
 
 
 def test_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, images: torch.Tensor) -> None:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hookdrop import DropBlock, Dropout, Regularizer, ShapeError, inject
-from tests.support.models import Small
+from hookdrop import DropBlock, Dropout, DropPath, LayerDrop, NEFTune, ShapeError, inject
+from hookdrop.hooks.branch_hooks import SkipHook
+from hookdrop.recipes.base import Recipe, RecipeSite
+from tests.support.models import Small, toy
 
 
 def test_eval_returns_the_layers_own_output_object() -> None:
-    class Keeps(nn.Identity):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.out = x * 2
-            return self.out
-
-    model = nn.Sequential(Keeps())
-    inject(model, Dropout(0.5), layers="0")
-    model.eval()
-    assert model(torch.ones(3)) is model[0].out
-    model.train()
-    assert model(torch.ones(3)) is not model[0].out
+    keeps = toy(lambda m, x: setattr(m, "out", x * 2) or m.out)
+    inject(model := nn.Sequential(keeps), Dropout(0.5), layers="0")
+    assert model.eval()(torch.ones(3)) is keeps.out
+    assert model.train()(torch.ones(3)) is not keeps.out
 
 
 def test_the_mode_of_the_hooked_layer_applies(model: nn.Module, images: torch.Tensor) -> None:
@@ -47,21 +43,14 @@ def test_modules_called_several_times_draw_a_mask_each_time() -> None:
     assert (out == 0).float().mean() == pytest.approx(0.75, abs=0.03)
 
 
-class ReturnsNone(Regularizer):
-    """A regularizer whose `return` is missing."""
-
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__()
-        self.p = p
-
-    def regularize(self, x: torch.Tensor, rate: Any) -> torch.Tensor:  # type: ignore[return]
-        x * 0
+def returns_none(x: torch.Tensor) -> None:
+    """A function whose `return` is missing."""
 
 
-def test_custom_regularizer_that_returns_none_is_an_error(model: Small, images: torch.Tensor) -> None:
-    inject(model, ReturnsNone(), layers="fc")
-    with pytest.raises(ShapeError, match="ReturnsNone at 'fc' got .* and returned NoneType"):
-        model(images)
+def test_functions_that_do_not_return_a_tensor_of_the_shape_are_errors(model: Small, images: torch.Tensor) -> None:
+    for wrong in (returns_none, torch.Tensor.sum):
+        with inject(model, wrong, layers="fc"), pytest.raises(ShapeError, match="at 'fc' got .* and returned"):
+            model(images)
 
 
 def test_error_inside_a_regularizer_names_the_site(model: Small, images: torch.Tensor) -> None:
@@ -69,3 +58,49 @@ def test_error_inside_a_regularizer_names_the_site(model: Small, images: torch.T
     with pytest.raises(RuntimeError) as error:
         model(images)
     assert error.value.__notes__ == ["in hookdrop's linalg_inv at 'fc'"]
+
+
+ROWS = 23  # no other tensor has this size
+
+
+def failing(m: Any, x: Tensor) -> Tensor:
+    x = m.fc(x)
+    if m.fails:
+        raise FloatingPointError
+    return x
+
+
+def net() -> Any:
+    branch = toy(failing, fc=nn.Linear(8, 8), fails=False)
+    block = toy(lambda m, x, attention_mask=None: x + m.branch(x), branch=branch)
+    return toy(lambda m, x, attention_mask=None: m.block(x, attention_mask=attention_mask), block=block)
+
+
+class Skip(Recipe):
+    def sites(self, model: nn.Module, survey: Any) -> list[RecipeSite]:
+        return [RecipeSite("block", Dropout(0.5), at="skip", branch="branch")]
+
+
+PLACED = {
+    "identity skip": (Skip(), {}),
+    "subset": (DropPath(0.5, mode="subset"), {"layers": "block.branch"}),
+    "samples": (DropPath(0.5, samples=("", 0, False)), {"layers": "block.branch.fc"}),
+    "layer input": (LayerDrop(0.5), {"layers": "block"}),
+    "attention mask": (NEFTune(5.0, attention_mask=True), {"layers": "block.branch.fc"}),
+}
+
+
+@pytest.mark.parametrize("kind", PLACED)
+def test_nothing_holds_activations(kind: str) -> None:
+    regularizer, settings = PLACED[kind]
+    model = net()
+    drop = inject(model, regularizer, **settings)
+    assert kind != "identity skip" or isinstance(drop._sinks[0], SkipHook)
+    model.block.branch.fails = True
+    gc.collect()
+    for _ in range(2):
+        with pytest.raises(FloatingPointError):
+            model(torch.ones(4, ROWS, 8), attention_mask=torch.ones(4, ROWS))
+    gc.collect()
+    alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    assert not [one.shape for one in alive if ROWS in one.shape]

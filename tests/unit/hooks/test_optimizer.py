@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial, reduce
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,20 +67,13 @@ def test_updates_of_an_optimizer_that_calls_super_count_once() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """A torch optimizer without hooks, with the real one in `original_optimizer`: `DPOptimizer` of Opacus."""
+    """A torch optimizer without hooks, with the real one in an attribute: `DPOptimizer` of Opacus."""
 
     def __init__(self, optimizer: Any = None) -> None:
         self.original_optimizer = optimizer
 
 
-class OptimWrapper:
-    """Not a torch optimizer, but holds one in `opt`: that of fastai."""
-
-    def __init__(self, opt: torch.optim.Optimizer) -> None:
-        self.opt = opt
-
-
-@pytest.mark.parametrize("wrapper", [Wrapper, OptimWrapper])
+@pytest.mark.parametrize("wrapper", [Wrapper, lambda optimizer: SimpleNamespace(opt=optimizer)])  # the second as fastai
 def test_follow_unwraps_optimizers(wrapper: Callable[..., Any]) -> None:
     model, drop, optimizer = scheduled()
     drop.follow(wrapper(optimizer))
@@ -89,18 +83,11 @@ def test_follow_unwraps_optimizers(wrapper: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("thing", "says"),
-    [
-        ("sgd", r"expected a torch.optim.Optimizer(.|\n)*drop.seek\(global_step\)"),
-        (torch.optim.SGD, r"got torch.optim.sgd.SGD \(the class\)"),
-        (pytest, r"expected a torch.optim.Optimizer with hooks"),
-        (Wrapper(), r"Wrapper, whose __init__ does not call that of Optimizer\.\n.*drop\.step\(\)"),
-    ],
-    ids=["string", "class", "module", "without hooks"],
+    "thing", ["sgd", torch.optim.SGD, pytest, Wrapper()], ids=["text", "class", "module", "no hooks"]
 )
-def test_follow_rejects_other_objects(thing: object, says: str) -> None:
+def test_follow_rejects_other_objects(thing: object) -> None:
     _, drop, _ = scheduled()
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError):
         drop.follow(thing)
 
 
@@ -114,7 +101,7 @@ def test_steps_skipped_by_grad_scaler_do_not_count(fused: bool) -> None:
     for inf in (False, True, False, True, True, False):
         optimizer.zero_grad()
         before = [p.detach().clone() for p in model.parameters()]
-        scaler.scale(summed_output(model)).backward()
+        scaler.scale(model[0](torch.ones(2, 4)).sum()).backward()
         if inf:
             model[0].weight.grad[0, 0] = float("inf")
         scaler.step(optimizer)
@@ -122,10 +109,6 @@ def test_steps_skipped_by_grad_scaler_do_not_count(fused: bool) -> None:
         skipped.append(all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)))
     assert skipped == [False, True, False, True, True, False]
     assert drop.step_count == 3
-
-
-def summed_output(model: nn.Module) -> torch.Tensor:
-    return model[0](torch.ones(2, 4)).sum()
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.LBFGS])
@@ -173,22 +156,16 @@ class TestResume:
         backward(model)
         optimizer.step()
 
-    def test_resumed_optimizer_with_a_new_schedule_warns_once(self) -> None:
-        model, drop, optimizer = self.resumed()
-        with pytest.warns(HookdropWarning, match=r"has already taken 50 steps(.|\n)*drop.seek\(50\)"):
-            self.step(model, optimizer)
-        self.step(model, optimizer)
-        assert drop.step_count == 2
-
     @pytest.mark.parametrize("restore", ["seek", "load_state_dict"])
-    def test_check_reports_a_restart_until_the_step_is_set(self, restore: str) -> None:
+    def test_resumed_optimizer_with_a_new_schedule_warns_once(self, restore: str) -> None:
+        """And `check` reports it until the step is set."""
         model, drop, optimizer = self.resumed()
-        with pytest.warns(HookdropWarning) as warned:
+        with pytest.warns(HookdropWarning, match="has already taken 50 steps") as warned:
             self.step(model, optimizer)
         self.step(model, optimizer)
         moved = {"at step 0": "at step 2", "taken 50": "taken 52", "seek(50)": "seek(52)", "seek(0)": "seek(2)"}
         expected = reduce(lambda text, old: text.replace(old, moved[old]), moved, str(warned[0].message))
-        assert drop.check() == [expected]
+        assert (drop.step_count, drop.check()) == (2, [expected])
         drop.seek(52) if restore == "seek" else drop.load_state_dict(drop.state_dict())
         assert drop.check() == []
 
@@ -203,7 +180,7 @@ class TestResume:
     def test_resumed_momentum_warns(self) -> None:
         """SGD counts no steps, but only a new optimizer has no momentum."""
         model, drop, optimizer = self.resumed(partial(torch.optim.SGD, momentum=0.9))
-        with pytest.warns(HookdropWarning, match=r"has already taken steps(.|\n)*drop.seek\(global_step\)"):
+        with pytest.warns(HookdropWarning, match="has already taken steps"):
             self.step(model, optimizer)
         self.step(model, optimizer)
         assert drop.step_count == 2
@@ -250,13 +227,10 @@ class OtherOptimizer:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
 
+    @torch.no_grad()
     def step(self) -> None:
-        with torch.no_grad():
-            for parameter in self.parameters:
-                parameter.mul_(0.999).add_(parameter.grad, alpha=-1e-6)
-
-    def zero_grad(self) -> None:
         for parameter in self.parameters:
+            parameter.mul_(0.999).add_(parameter.grad, alpha=-1e-6)
             parameter.grad = None
 
 
@@ -270,9 +244,8 @@ def test_schedule_that_is_not_advancing_warns_under_other_optimizers() -> None:
             for _ in range(accumulate):
                 backward(model)
             optimizer.step()
-            optimizer.zero_grad()
 
-    train(2, accumulate=200)
+    train(2, accumulate=60)
     train(UPDATES_BEFORE_WARNING - 4)
     with pytest.warns(HookdropWarning, match="its schedule is not advancing") as caught:
         train(60)
@@ -290,7 +263,6 @@ def test_first_site_in_eval_mode_does_not_hide_a_schedule_that_is_not_advancing(
             model[0](torch.ones(2, 4)).sum().backward()
             model(torch.ones(2, 4))
             optimizer.step()
-            optimizer.zero_grad()
 
     with pytest.warns(HookdropWarning) as caught:
         train()
@@ -306,6 +278,5 @@ def test_manual_steps_under_other_optimizers_do_not_warn() -> None:
     for _ in range(3 * UPDATES_BEFORE_WARNING):
         backward(model)
         optimizer.step()
-        optimizer.zero_grad()
         drop.step()
     assert drop.check() == []

@@ -11,26 +11,25 @@ from tests.support.models import ROWS, pair
 from tests.support.tensors import zeroed
 
 
-class TestSubmodules:
-    def test_eject_a_submodule_then_remove_the_rest(self) -> None:
-        model = pair()
-        drop = inject(model, Dropout(0.5), layers="*.0")
-        model(ROWS)
-        find(model[0]).remove()
-        assert zeroed(model[0][0], ROWS) == 0
-        assert zeroed(model[1][0], ROWS) == pytest.approx(0.5, abs=0.05)
-        drop.remove()
-        assert zeroed(model[1][0], ROWS) == 0
-        assert not find(model)
+def test_eject_a_submodule_then_remove_the_rest() -> None:
+    drop = inject(model := pair(), Dropout(0.5), layers="*.0")
+    model(ROWS)
+    find(model[0]).remove()
+    assert zeroed(model[0][0], ROWS) == 0
+    assert zeroed(model[1][0], ROWS) == pytest.approx(0.5, abs=0.05)
+    drop.remove()
+    assert zeroed(model[1][0], ROWS) == 0
+    assert not find(model)
 
-    def test_injections_with_equal_names_on_submodules_are_distinguished(self) -> None:
-        model = pair()
-        inject(model[0], Dropout(0.5), layers="0")
-        inject(model[1], Dropout(0.2), layers="0")
-        with pytest.raises(InjectionError, match=r"two injections here are named 'dropout'"):
-            find(model).state_dict()
-        assert (len(find(model)), find(model).p, find(model[1]).p) == (1, 0.5, 0.2)
-        find(model).remove()
+
+def test_injections_with_equal_names_on_submodules_are_distinguished() -> None:
+    model = pair()
+    inject(model[0], Dropout(0.5), layers="0")
+    inject(model[1], Dropout(0.2), layers="0")
+    with pytest.raises(InjectionError):
+        find(model).state_dict()
+    assert (len(find(model)), find(model).p, find(model[1]).p) == (1, 0.5, 0.2)
+    find(model).remove()
 
 
 class TestSurgery:

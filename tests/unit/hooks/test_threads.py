@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -55,6 +56,17 @@ def in_threads(*runs: Callable[[], None]) -> None:
         raise errors[0]
 
 
+@contextmanager
+def fast_switches() -> Iterator[None]:
+    """Switch between threads as often as possible."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
 class TestThreads:
     SCHEDULES: tuple[Schedule, Schedule] = (LinearSchedule(30), CosineSchedule(17))
 
@@ -93,8 +105,7 @@ class TestThreads:
     def test_inject_copy_and_remove_while_another_thread_trains(self) -> None:
         trained = without_zeros()
         drop = inject(trained, DropBlock(0.5, 1, channel_dim=-1), layers="1", schedule=LinearSchedule(200))
-        optimizer = torch.optim.SGD(trained.parameters(), 0.01)
-        drop.follow(optimizer)
+        drop.follow(optimizer := torch.optim.SGD(trained.parameters(), 0.01))
         done = threading.Event()
 
         def train() -> None:
@@ -107,12 +118,11 @@ class TestThreads:
 
         def others() -> None:
             while not done.is_set():
-                model = without_zeros()
-                with inject(model, Dropout(0.5), layers="*") as own:
+                with inject(model := without_zeros(), Dropout(0.5), layers="*") as own:
                     model(X)
                     own.enabled = False
                 twin = copy.deepcopy(trained)
-                assert next(iter(find(twin))).step_count <= drop.step_count
+                assert find(twin).step_count <= drop.step_count
                 find(twin).remove()
 
         in_threads(train, others)
@@ -121,7 +131,7 @@ class TestThreads:
 
     def test_optimizer_steps_while_other_threads_inject(self) -> None:
         """Every optimizer step checks all sites that have not run."""
-        mine, waiting = without_zeros(), [without_zeros() for _ in range(100)]
+        mine, waiting = without_zeros(), [without_zeros() for _ in range(30)]
         for model in waiting:
             inject(model, Dropout(0.5), layers="*")
         optimizer = torch.optim.SGD(mine.parameters(), 0.01)
@@ -129,22 +139,16 @@ class TestThreads:
         done = threading.Event()
 
         def step() -> None:
-            try:
-                for _ in range(300):
-                    optimizer.step()
-            finally:
-                done.set()
+            for _ in range(100):
+                optimizer.step()
+            done.set()
 
         def others() -> None:
             while not done.is_set():
                 inject(without_zeros(), Dropout(0.5), layers="*")
 
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        try:
+        with fast_switches():
             in_threads(step, others, others)
-        finally:
-            sys.setswitchinterval(interval)
 
     def test_data_parallel_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replicas share the hooks and run in threads; steps count once. Uses PyTorch's replicate with two fake devices."""
@@ -180,21 +184,9 @@ class TestThreads:
         assert not find(replicas[0])
 
 
-class Failure(Exception):
-    """Raised inside a context."""
-
-
-def remove(model: nn.Module) -> None:
-    inject(model, Dropout(0.5), layers="*").remove()
-
-
-def replace(model: nn.Module) -> None:
-    inject(model, Dropout(0.5), layers="*", on_existing="replace")
-    inject(model, Dropout(0.5), layers="*", on_existing="replace").remove()
-
-
-def hide(model: nn.Module) -> None:
-    with inject(model, Dropout(0.5), layers="*"), without_hooks(model):
+def hide_and_replace(model: nn.Module) -> None:
+    inject(model, Dropout(0.5), layers="*")
+    with inject(model, Dropout(0.5), layers="*", on_existing="replace"), without_hooks(model):
         pass
 
 
@@ -213,12 +205,11 @@ def run_and_measure(model: nn.Module) -> None:
 
 
 def fail(model: nn.Module) -> None:
-    with pytest.raises(Failure), inject(model, Dropout(0.5), layers="*") as drop:
+    with pytest.raises(KeyError), inject(model, Dropout(0.5), layers="*") as drop:
         with pytest.raises(InjectionError):
             inject(model, Dropout(0.5), layers="*")
-        with pytest.raises(Failure), drop.sampling(), without_hooks(model):
-            raise Failure
-        raise Failure
+        with drop.sampling(), without_hooks(model):
+            raise KeyError
 
 
 def delete_the_model(model: nn.Module) -> None:
@@ -231,32 +222,20 @@ def delete_the_model(model: nn.Module) -> None:
 class TestNoLeaks:
     """Repeated injections leave no objects, hooks or listeners behind."""
 
-    @pytest.fixture
-    def model(self) -> nn.Sequential:
-        return without_zeros()
-
-    @pytest.fixture
-    def optimizer(self, model: nn.Sequential) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), 0.01)
-
-    @pytest.fixture(autouse=True)
-    def check_no_leaks(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def test_repeated_use(self) -> None:
+        model, ways = without_zeros(), (hide_and_replace, copy_and_remove, run_and_measure, fail, delete_the_model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
         plan(model, Dropout(0.5), layers="*", example_input=X)  # the survey of a model is kept while it exists
         with no_leaks(model, optimizer):
-            yield
-
-    @pytest.mark.parametrize("use", [remove, replace, hide, copy_and_remove, run_and_measure, fail, delete_the_model])
-    def test_repeated_use(self, model: nn.Sequential, use: Callable[[nn.Module], None]) -> None:
-        for _ in range(50):
-            use(model)
-
-    def test_follow_an_optimizer(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-        for _ in range(300):
-            drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4)).follow(optimizer)
-            optimizer.step()
-            drop.remove()
-        # Following an optimizer must not leave wrappers of `torch.compiler.disable` behind.
-        assert not any(type(thing).__name__ == "DisableContext" for thing in gc.get_objects())
+            for use in ways * 10:
+                use(model)
+            for _ in range(30):
+                drop = inject(model, Dropout(0.5), layers="*", schedule=LinearSchedule(4)).follow(optimizer)
+                optimizer.step()
+                drop.remove()
+            del drop
+            # Following an optimizer must not leave wrappers of `torch.compiler.disable` behind.
+            assert not any(type(thing).__name__ == "DisableContext" for thing in gc.get_objects())
 
 
 def test_removed_hooks_are_freed_without_garbage_collection() -> None:
@@ -287,7 +266,7 @@ def test_step_in_another_thread_during_a_probe_is_not_lost() -> None:
             if Trains.thread is None:
                 Trains.thread = threading.Thread(target=lambda: drop.step())
                 Trains.thread.start()
-                Trains.thread.join(timeout=10)
+                Trains.thread.join(timeout=1)
             return super().forward(x)
 
     model = nn.Sequential(Trains(8, 8))
@@ -303,42 +282,25 @@ def test_step_in_another_thread_during_a_probe_is_not_lost() -> None:
 def test_concurrent_steps_are_all_counted() -> None:
     drop = inject(model := without_zeros(), Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
     model(X)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
+    with fast_switches():
         in_threads(*[lambda: [drop.step() for _ in range(100)] and None] * 4)
-    finally:
-        sys.setswitchinterval(interval)
     assert (drop.step_count, drop.p) == (400, 0.2)
     assert len(find(model)) == 1
 
 
 def test_concurrent_sampling_restores_the_rates() -> None:
-    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(2)]).eval()
-    drop = inject(model, Dropout(0.5), layers="*")
-    errors: list[BaseException] = []
+    drop = inject(model := without_zeros().eval(), Dropout(0.5), layers="*")
 
     def sample() -> None:
-        try:
-            for _ in range(10):
-                with drop.sampling(p=0.9):
-                    assert drop._states[0].sampling
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(10):
+            with drop.sampling(p=0.9):
+                assert drop._states[0].sampling
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(400):
-            threads = [threading.Thread(target=sample) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert not errors
+    with fast_switches():
+        for _ in range(100):
+            in_threads(*[sample] * 4)
             assert [site.p for site in drop.sites] == [0.5, 0.5]
-    finally:
-        sys.setswitchinterval(interval)
+    assert len(find(model)) == 1
 
 
 def test_hooks_and_handles_do_not_keep_the_model_alive() -> None:

@@ -28,13 +28,6 @@ class TestProbeAndMeasuring:
         assert (drop.step_count, drop.p) == (0, 0.0)
         assert not any(site.called for site in drop.sites)
 
-    def test_probe_prints_a_table(self, model: Small, images: torch.Tensor) -> None:
-        drop = inject(model, DropBlock(0.3, 3), layers="layer1.0.bn1")
-        lines = str(drop.probe(images)).splitlines()
-        assert lines[0].split() == ["site", "asked", "dropped", "mean", "ratio", "calls"]
-        assert lines[2].split()[0] == "layer1.0.bn1"
-        assert lines[-1] == "eval output bit-identical with and without hooks"
-
     def test_probe_at_rate_0_reports_the_reason(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, DropBlock(0.3, 3), layers="layer1.0.bn1", schedule=LinearSchedule(10))
         assert "rate is 0 at step 0 of LinearSchedule(steps=10) (at another: probe(" in str(drop.probe(images))

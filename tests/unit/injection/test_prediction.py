@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.special import entr
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from hookdrop import (
     DropBlock,
@@ -27,7 +26,7 @@ from hookdrop import (
     inject,
 )
 from tests.support.injections import halve
-from tests.support.models import Small
+from tests.support.models import Small, toy
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -76,7 +75,6 @@ class TestStatistics:
         found = drop.predict(X.bfloat16(), samples=20)
         assert found.mean.dtype == torch.float32
         assert found.mean.sum(-1) == pytest.approx(1.0, abs=1e-6)
-        assert drop.predict(X.bfloat16(), samples=20, output=Tensor.double).variance.dtype == torch.float64
 
     @pytest.mark.parametrize(
         ("shape", "axis"), [((2, 5), -1), ((2, 7, 5), -1), ((2, 5, 6, 4), 1), ((2, 5, 3, 6, 4), 1)]
@@ -103,13 +101,14 @@ class TestModel:
         assert not found.mean.requires_grad
         assert all(weight.grad is None for weight in model.parameters())
 
-    def test_only_this_injection_drops(self) -> None:
-        model = nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Identity()).train()
+    def test_only_the_injections_of_the_handle_drop(self) -> None:
+        model, values = nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Identity()).train(), []
         inject(model, Dropout(0.5), layers="1", name="other")
         drop = inject(model, Dropout(0.5), layers="2")
-        values = []
-        drop.predict(torch.ones(4, 8), samples=8, output=lambda out: values.append(out.unique()) or out)
-        assert torch.cat(values).unique().tolist() == [0.0, 2.0]  # both others would give 4 or 8
+        for handle, seen in ((drop, [0.0, 2.0]), (find(model), [0.0, 4.0])):
+            handle.predict(torch.ones(4, 8), samples=8, output=lambda out: values.append(out.unique()) or out)
+            assert torch.cat(values).unique().tolist() == seen
+            values.clear()
 
     def test_error_restores_modes_and_rates(self) -> None:
         model, drop = classifier()
@@ -123,12 +122,10 @@ class TestModel:
     def test_rate_without_effect_raises_before_the_loader_is_read(self) -> None:
         model, read = nn.Sequential(nn.Identity()), []
         drop = inject(model, Dropout(0.4), layers="0", schedule=LinearSchedule(10))
-        with pytest.raises(InjectionError, match=r"sampling at rate 0(.|\n)*sampling\(p=0.4\)"):
+        with pytest.raises(InjectionError):
             drop.predict(read.append(x) or x for x in [X])
         assert read == []
         assert drop.predict(X, p=0.4).variance.max() > 0
-        with pytest.raises(ValueError, match=r"must lie in \[0, 1\], got 1.5"):
-            drop.predict(X, p=1.5)
 
 
 class Keywords(nn.Module):
@@ -147,12 +144,6 @@ class Keywords(nn.Module):
         return dataclasses.make_dataclass("Output", ["loss", "logits"])(None, self.head(x.mean(1)))
 
 
-class Labeled(Keywords):
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-        assert labels is not None
-        return super().forward(input_ids)
-
-
 class TestInput:
     def test_loader_gives_the_rows_of_its_batches(self) -> None:
         _, drop = classifier()
@@ -166,16 +157,8 @@ class TestInput:
         assert len(found.mean) == 8
 
     def test_data_loaders_and_generators(self) -> None:
-        class Stream(IterableDataset[Tensor]):
-            def __iter__(self) -> Iterator[Tensor]:
-                return iter(X)
-
         _, drop = classifier()
-        for loader in (
-            DataLoader(TensorDataset(X, torch.zeros(4)), batch_size=3),
-            DataLoader(Stream(), batch_size=3),
-            (x for x in X.split(3)),
-        ):
+        for loader in (DataLoader(TensorDataset(X, torch.zeros(4)), batch_size=3), (x for x in X.split(3))):
             assert drop.predict(loader, samples=2).mean.shape == (4, 3)
 
     def test_mapping_is_passed_as_keyword_arguments(self) -> None:
@@ -188,72 +171,53 @@ class TestInput:
         assert set().union(*model.seen) == {"input_ids"}
 
     def test_labels_are_passed_if_the_forward_names_them(self) -> None:
-        batch = {"input_ids": torch.randint(10, (4, 6)), "labels": torch.ones(4)}
-        assert predict(Labeled(), Dropout(0.5), "embedding", batch, samples=2).mean.shape == (4, 3)
+        model = toy(lambda m, ids, labels: m.embedding(ids).mean(1) + labels[:, None], embedding=nn.Embedding(10, 3))
+        batch = {"ids": torch.randint(10, (4, 6)), "labels": torch.ones(4)}
+        assert predict(model, Dropout(0.5), "embedding", batch, samples=2).mean.shape == (4, 3)
 
-    def test_tuple_is_passed_as_arguments(self) -> None:
+    def test_tuples_and_empty_batches(self) -> None:
         model = nn.Bilinear(8, 8, 3)
-        found = inject(model, Dropout(0.5), layers=model).predict((X, X), samples=5)
-        assert found.mean.shape == (4, 3)
+        drop = inject(model, Dropout(0.5), layers=model)
+        for rows in (4, 0):
+            assert drop.predict((X[:rows], X[:rows]), samples=5).mean.shape == (rows, 3)
 
-    def test_empty_batch_gives_no_rows(self) -> None:
+    @pytest.mark.parametrize("settings", [{"samples": 0}, {"samples": 1}, {"samples": 2.5}, {"activation": "tanh"}])
+    def test_invalid_setting_raises(self, settings: Any) -> None:
         _, drop = classifier()
-        assert drop.predict(X[:0]).mean.shape == (0, 3)
-
-    @pytest.mark.parametrize(
-        ("settings", "text"),
-        [
-            ({"samples": 0}, "samples must be at least 1, got 0"),
-            ({"samples": 1}, "samples must be at least 2, got 1: one sample has no variance"),
-            ({"samples": 2.5}, "samples must be an integer"),
-            ({"activation": "tanh"}, "activation must be one of 'softmax', 'sigmoid', None"),
-        ],
-    )
-    def test_invalid_setting_raises(self, settings: Any, text: str) -> None:
-        _, drop = classifier()
-        with pytest.raises((TypeError, ValueError), match=text):
+        with pytest.raises((TypeError, ValueError), match=next(iter(settings))):
             drop.predict(X, **settings)
 
 
-class Returns(nn.Module):
-    """Returns what a function makes of its input."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.drop, self.function = nn.Identity(), function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self.drop(x))
+def returns(function: Any) -> nn.Module:
+    """A model that returns what a function makes of its input."""
+    return toy(lambda m, x: function(m.drop(x)), drop=nn.Identity())
 
 
 class TestOutput:
     def predict(self, function: Any, **settings: Any) -> Prediction:
-        return predict(Returns(function), Dropout(0.5), "drop", samples=4, **settings)
+        return predict(returns(function), Dropout(0.5), "drop", samples=4, **settings)
 
     def test_output_picks_the_tensor(self) -> None:
         assert self.predict(lambda x: {"out": x}, output=lambda out: out["out"]).mean.shape == (4, 8)
         assert self.predict(lambda x: x[:, :, None], output=lambda out: out.mT).entropy.shape == (4, 1)
 
     def test_other_outputs_raise_and_name_what_the_model_returns(self) -> None:
-        with pytest.raises(TypeError, match=r"the model returns .*out.*\n.*output=lambda out: out"):
-            self.predict(lambda x: {"out": x})
-        with pytest.raises(TypeError, match="no tensor was picked from"):
-            self.predict(lambda x: {"out": x}, output=lambda out: out)
-
-    @pytest.mark.parametrize("function", [Tensor.sum, lambda x: x.argmax(-1)])
-    def test_output_without_rows_or_floating_point_numbers_raises(self, function: Any) -> None:
-        with pytest.raises(ShapeError, match="a floating-point tensor with one row per input"):
-            self.predict(function)
+        for settings in ({}, {"output": lambda out: out}):
+            with pytest.raises(TypeError, match="out"):
+                self.predict(lambda x: {"out": x}, **settings)
+        for function in (Tensor.sum, lambda x: x.argmax(-1)):  # without rows, or without floating-point numbers
+            with pytest.raises(ShapeError):
+                self.predict(function)
 
     @pytest.mark.parametrize("function", [lambda x: x[:, :1], lambda x: x[:, 0]])
     def test_softmax_of_one_class_raises(self, function: Any) -> None:
-        with pytest.raises(ValueError, match='the softmax needs two classes(.|\n)*activation="sigmoid"'):
+        with pytest.raises(ValueError, match='activation="sigmoid"'):
             self.predict(function)
         assert self.predict(function, activation="sigmoid").entropy is not None
 
     def test_batches_with_different_outputs_raise(self) -> None:
         with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
-            predict(Returns(halve), Dropout(0.5), "drop", [X, X[:, :6]])
+            predict(returns(halve), Dropout(0.5), "drop", [X, X[:, :6]])
 
     def test_prediction_prints_its_averages(self) -> None:
         text = (
@@ -288,26 +252,13 @@ class TestFixedMasks:
         assert torch.allclose(found.variance, X**2 * torch.arange(4.0).repeat(2).var())
 
     def test_samples_that_are_no_multiple_of_the_masks_raise(self) -> None:
-        text = r"4 fixed masks, so samples must be a multiple of it, got 30.\n.*samples=4"
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match="samples=4"):
             predict(nn.Sequential(nn.Identity()), FixedMasks(), "0")
 
     def test_rows_that_cannot_be_repeated_raise(self) -> None:
         model = nn.Sequential(nn.Identity(), nn.Identity())
         drop = inject(model, {"0": FixedMasks(), "1": DropPath(0.5, mode="batch")})
-        with pytest.raises(InjectionError, match="4 fixed masks need a forward on 4 copies of each row, but another"):
+        with pytest.raises(InjectionError, match="but another"):
             drop.predict(X, samples=8)
-        with pytest.raises(InjectionError, match="4 fixed masks need a forward on 4 copies of each row, but the arg"):
-            predict(Returns(halve), FixedMasks(), "drop", [X, (torch.tensor(1.0),)], samples=4)
-
-
-class TestGroup:
-    def test_all_injections_drop(self) -> None:
-        model = nn.Sequential(nn.Identity(), nn.Identity())
-        inject(model, Dropout(0.5), layers="0")
-        inject(model, DropPath(0.5, mode="batch"), layers="1", name="path")
-        values = []
-        find(model).predict(
-            torch.ones(4, 8), samples=20, output=lambda out: values.append(out.unique()) or out, activation=None
-        )
-        assert torch.cat(values).unique().tolist() == [0.0, 4.0]
+        with pytest.raises(InjectionError, match="but the arg"):
+            predict(returns(halve), FixedMasks(), "drop", [X, (torch.tensor(1.0),)], samples=4)

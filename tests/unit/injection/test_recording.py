@@ -20,11 +20,12 @@ from hookdrop import (
     GaussianDropout,
     LayerError,
     LinearSchedule,
+    Rate,
     Regularizer,
     find,
     inject,
 )
-from hookdrop.regularizers import drops_elements
+from hookdrop.regularizers import rate_of
 from tests.support.injections import layer
 from tests.support.models import Small
 
@@ -52,17 +53,6 @@ def test_output_is_the_scaled_input_where_the_mask_is_true(regularizer: Regulari
     assert record.dropped == pytest.approx((out == 0).float().mean().item())
     assert 0.2 < record.dropped < 0.4 or isinstance(regularizer, DropPath)
     assert record.p == 0.3
-
-
-def test_zero_activations_are_not_masked() -> None:
-    """A ReLU sets half of the elements to 0 without dropping them."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.ReLU())
-    drop = inject(model, DropBlock(0.3, 3), layers="0")
-    with drop.recording() as r:
-        model(torch.randn(200, 10, 6, 6))
-    assert r["0"].dropped == pytest.approx(0.3, abs=0.03)
-    assert (r["0"].after == 0).float().mean() > 0.6
 
 
 def test_recording_does_not_change_masks_gradients_or_rng_state(model: Small, images: torch.Tensor) -> None:
@@ -108,23 +98,6 @@ def test_only_the_last_calls_are_kept() -> None:
     assert r["0"].before[0, 0] == 4  # the recording has ended
 
 
-def test_recording_ends_after_an_error() -> None:
-    model, drop = layer()
-    with pytest.raises(ZeroDivisionError), drop.recording() as r:
-        model(X)
-        raise ZeroDivisionError
-    assert len(r) == 1
-
-
-@pytest.mark.parametrize("regularizer", [GaussianDropout(0.3), AlphaDropout(0.3)], ids=repr)
-def test_mask_is_all_true_unless_the_regularizer_drops(regularizer: Regularizer) -> None:
-    model = nn.Sequential(nn.Identity())
-    with inject(model, regularizer, layers="0").recording() as r:
-        model(torch.randn(100, 100))
-    assert bool(r["0"].mask.all()) != drops_elements(regularizer)
-    assert r["0"].dropped == pytest.approx(0.3 if drops_elements(regularizer) else 0, abs=0.02)
-
-
 class Constant(Regularizer):
     """Its output does not depend on its input."""
 
@@ -134,30 +107,31 @@ class Constant(Regularizer):
         return torch.full_like(x, 3)
 
 
-class ConstantWithoutDropping(Constant):
-    """The same, but declared as not dropping."""
+class ConstantNoise(Constant):
+    rate: Any = Rate("level", kind="noise")
+    level = 0.5
 
-    drops = False
 
-
-@pytest.mark.parametrize("regularizer", [Constant(), ConstantWithoutDropping()], ids=repr)
-def test_mask_of_a_constant_output_depends_on_drops(regularizer: Regularizer) -> None:
-    model = nn.Sequential(nn.Identity())
+@pytest.mark.parametrize(
+    ("regularizer", "dropped"),
+    [
+        (GaussianDropout(0.3), 0.0),
+        (AlphaDropout(0.3), 0.3),
+        (DropBlock(0.3, 3), 0.3),  # and not the zeros of the ReLU before it
+        (Constant(), 1.0),
+        (ConstantNoise(), 0.0),
+        (Dropout(1.0), 1.0),
+    ],
+    ids=repr,
+)
+def test_mask_is_true_except_where_the_regularizer_drops(regularizer: Regularizer, dropped: float) -> None:
+    model = nn.Sequential(nn.ReLU())
     drop = inject(model, regularizer, layers="0")
     with drop.recording() as r, drop.recording(last=0) as m:
-        model(X)
-    assert torch.equal(r["0"].mask, torch.full(X.shape, not drops_elements(regularizer)))
-    assert r["0"].p is None
-    assert m.totals.dropped == float(drops_elements(regularizer))
-
-
-def test_mask_is_all_false_at_rate_1() -> None:
-    model, drop = layer(1.0)
-    with drop.recording() as r, drop.recording(last=0) as m:
-        model(X)
-    assert not r["0"].mask.any()
-    assert r["0"].mask.shape == X.shape
-    assert r["0"].dropped == m.totals.dropped == 1.0
+        model(torch.randn(200, 10, 6, 6))
+    assert (~r["0"].mask).float().mean() == pytest.approx(dropped, abs=0.03)
+    assert r["0"].dropped == pytest.approx(m.totals.dropped) == pytest.approx(dropped, abs=0.03)
+    assert r["0"].p == rate_of(regularizer)
 
 
 def test_recording_at_the_input_of_a_layer() -> None:
@@ -189,27 +163,11 @@ def test_records_in_inference_mode_are_ordinary_tensors() -> None:
     r["0"].after.requires_grad_()
 
 
-def test_records_are_moved_to_the_requested_device() -> None:
-    model, drop = layer()
-    with drop.recording(to="cpu") as r:
-        model(X)
-    assert r["0"].before.device.type == "cpu"
-    assert r["0"].before.data_ptr() != X.data_ptr()
-
-
-def test_copy_made_while_recording_does_not_record() -> None:
-    model, drop = layer()
-    with drop.recording(last=3) as r:
-        twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-        twin(X)
-        assert len(r) == 0
-        model(X)
-    assert len(r.calls("0")) == 1
-
-
-def test_recordings_and_measurements_can_be_nested() -> None:
+def test_nested_recordings_and_copies() -> None:
     model, drop = layer()
     with drop.recording() as outer:
+        pickle.loads(pickle.dumps(copy.deepcopy(model)))(X)  # copies do not record
+        assert len(outer) == 0
         model(X)
         with drop.recording() as inner, drop.recording(last=0) as m:
             model(X * 2)
@@ -220,10 +178,7 @@ def test_recordings_and_measurements_can_be_nested() -> None:
 class TestMissingRecords:
     def test_unknown_site(self, model: Small) -> None:
         drop = inject(model, DropBlock(0.3, 3), layers="layer1.*")
-        with (
-            drop.recording() as r,
-            pytest.raises(LayerError, match="no site 'layer1.2'.\n  did you mean: 'layer1.[01]'"),
-        ):
+        with drop.recording() as r, pytest.raises(LayerError, match="did you mean: 'layer1.[01]'"):
             r["layer1.2"]
         assert r.get("layer1.2") is None
         assert "layer1.0" not in r
@@ -233,8 +188,8 @@ class TestMissingRecords:
         [
             (lambda model, drop: None, "the layer was never called"),
             (lambda model, drop: model.eval()(X), "not called in training mode"),
-            (lambda model, drop: (drop.seek(0), model(X)), r"rate is 0 at step 0 of Linear.* .*\n  recorded: nothing"),
-            (lambda model, drop: (setattr(drop, "enabled", False), model(X)), "'dropout' is disabled"),
+            (lambda model, drop: (drop.seek(0), model(X)), "rate is 0 at step 0"),
+            (lambda model, drop: (setattr(drop, "enabled", False), model(X)), "is disabled"),
         ],
         ids=["never called", "eval mode", "rate 0", "disabled"],
     )
@@ -245,19 +200,16 @@ class TestMissingRecords:
             run(model, drop)
         with pytest.raises(LayerError, match=says):
             r["0"]
-        with pytest.raises(LayerError, match="nothing was recorded"):
+        with pytest.raises(LayerError):
             r.plot_masks()
         drop.seek(1)
 
-    def test_removed_injection(self) -> None:
+    def test_a_removed_injection_and_a_count_that_is_none(self) -> None:
         _, drop = layer()
-        drop.remove()
-        with pytest.raises(RuntimeError, match="was removed"), drop.recording():
+        with pytest.raises(ValueError), drop.recording(last=-1):
             pass
-
-    def test_last_must_be_a_count(self) -> None:
-        _, drop = layer()
-        with pytest.raises(ValueError, match="recording: last must be at least 0, got -1"), drop.recording(last=-1):
+        drop.remove()
+        with pytest.raises(RuntimeError), drop.recording():
             pass
 
 

@@ -68,7 +68,8 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(blocks, order[:most].sort().values.to(blocks.index_dtype), channels)
 
 
-def check_mask(case: Case) -> None:
+@given(case=cases())
+def test_mask_of_random_geometries(case: Case) -> None:
     blocks, expected = case.blocks, case.dropped
     rows = blocks.rows(case.seeds)
     mask = blocks.mask(rows)
@@ -76,36 +77,9 @@ def check_mask(case: Case) -> None:
     assert mask.shape[blocks.channel] == blocks.channels
     assert torch.equal(mask.expand(case.shape), expected)
     assert torch.equal(blocks.dilated(dense(blocks, case.seeds)), rows)
-
-
-def check_counts(case: Case) -> None:
-    blocks = case.blocks
-    counts = blocks.counts(blocks.rows(case.seeds))
+    counts = blocks.counts(rows)
     assert counts.dtype == torch.int64
-    assert (
-        counts.tolist()
-        == brute_force_mask(blocks, case.seeds).sum(axis=tuple(range(1, len(blocks.sizes) + 2))).tolist()
-    )
-
-
-def check_zeroed(case: Case, x: Tensor) -> None:
-    """`x` has the case's shape, in any memory format."""
-    expected = torch.where(case.dropped, 0, x)
-    layout = x.storage_offset(), x.stride()
-    result = case.blocks.zero_(x, case.seeds)
-    assert result is x
-    assert torch.equal(x, expected)
-    assert (x.storage_offset(), x.stride()) == layout
-
-
-@given(case=cases())
-def test_mask_of_random_geometries(case: Case) -> None:
-    check_mask(case)
-
-
-@given(case=cases())
-def test_counts_of_random_geometries(case: Case) -> None:
-    check_counts(case)
+    assert counts.tolist() == brute_force_mask(blocks, case.seeds).reshape(blocks.samples, -1).sum(1).tolist()
 
 
 @given(case=cases(), order=st.permutations(range(5)), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
@@ -117,21 +91,12 @@ def test_zeroing_any_memory_format(case: Case, order: list[int], dtype: torch.dt
     memory = torch.randn(math.prod(case.shape) + 8).to(dtype)
     before = memory.clone()
     x = memory[3:-5].view([case.shape[axis] for axis in axes]).permute(np.argsort(axes).tolist())
-    check_zeroed(case, x)
+    expected, layout = torch.where(case.dropped, 0, x), (x.storage_offset(), x.stride())
+    assert case.blocks.zero_(x, case.seeds) is x
+    assert torch.equal(x, expected)
+    assert (x.storage_offset(), x.stride()) == layout
     assert torch.equal(memory[:3], before[:3])
     assert torch.equal(memory[-5:], before[-5:])
-
-
-@pytest.mark.parametrize("channel", [1, 3])
-def test_no_seeds_give_an_empty_mask(channel: int) -> None:
-    blocks = Blocks(2, 3, (8, 9), (3, 4), channel)
-    none = torch.empty(0, dtype=torch.int64)
-    rows = blocks.rows(none)
-    assert not rows.any()
-    assert torch.equal(blocks.dilated(dense(blocks, none)), rows)
-    assert blocks.counts(rows).tolist() == [0, 0]
-    x = torch.ones(2, 3, 8, 9).movedim(1, channel)
-    assert blocks.zero_(x, none).all()
 
 
 def test_repeated_seeds() -> None:

@@ -23,8 +23,6 @@ SETTINGS = [
     {"p": p, "block_size": 3, "normalize": normalize, "per_channel": own}
     for p, normalize, own in itertools.product([0.2, 0.97], NORMALIZE, [True, False])
 ]
-
-
 BIG = 2**15
 """The size from which hookdrop's own dropout is used."""
 
@@ -37,34 +35,8 @@ def with_and_without_compiled_loops(request: pytest.FixtureRequest, monkeypatch:
         pytest.skip("the compiled loops were not built")
 
 
-def seeded_call(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    def seeded(x: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(5)
-        return function(x)
-
-    return seeded
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's forward mode uses it
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-@pytest.mark.filterwarnings("ignore:Please use `torch.vmap`:FutureWarning")  # raised by PyTorch 2.6 itself
-def test_gradcheck(settings: dict) -> None:
-    """Backward, forward mode, batched gradients and double backward."""
-    x = torch.randn(2, 2, 5, 5, dtype=torch.float64, requires_grad=True)
-    drop = seeded_call(lambda x: drop_block(x, **settings))
-    assert torch.autograd.gradcheck(drop, x, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x: drop(x) ** 2, x, fast_mode=True)
-
-
-def test_gradcheck_of_dropout() -> None:
-    x = torch.randn(BIG, dtype=torch.float64, requires_grad=True)
-    drop = seeded_call(lambda x: dropout(x, 0.3))
-    assert torch.autograd.gradcheck(drop, x, fast_mode=True)
-    assert torch.autograd.gradgradcheck(lambda x: drop(x) ** 2, x, fast_mode=True)
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_dropped_nan_and_inf_become_zero(
     settings: dict, dtype: torch.dtype, memory_format: torch.memory_format
@@ -104,8 +76,6 @@ def test_vmap_randomness_controls_the_masks(settings: dict) -> None:
     assert len({tuple((y == 0).flatten().tolist()) for y in different}) == 5
     same = vmap(drop, randomness="same")(x)
     assert (same == same[0]).all()
-    with pytest.raises(RuntimeError, match="randomness error mode"):
-        vmap(drop)(x)
     for y in (different, same):
         if settings["normalize"] == "batch":
             torch.testing.assert_close(y.mean((1, 2, 3, 4)), torch.ones(5))
@@ -114,12 +84,10 @@ def test_vmap_randomness_controls_the_masks(settings: dict) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-@pytest.mark.parametrize("in_dim", [0, 2, -1])
-def test_vmap_over_any_axis(settings: dict, in_dim: int) -> None:
+def test_vmap_over_any_axis(settings: dict) -> None:
     x = torch.rand(5, 4, 8, 12, 12) + 1
-    y = vmap(lambda x: drop_block(x, **settings), in_dims=in_dim, out_dims=in_dim, randomness="different")(
-        x.movedim(0, in_dim)
-    ).movedim(in_dim, 0)
+    mapped = vmap(lambda x: drop_block(x, **settings), in_dims=2, out_dims=2, randomness="different")
+    y = mapped(x.movedim(0, 2)).movedim(2, 0)
     kept = y != 0
     if settings["normalize"] in ("expected", None):
         factor = 1 / (1 - settings["p"]) if settings["normalize"] else 1.0
@@ -128,11 +96,10 @@ def test_vmap_over_any_axis(settings: dict, in_dim: int) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-@pytest.mark.parametrize("p", [1e-12, 1.0])
-def test_extreme_rates(settings: dict, p: float) -> None:
+def test_extreme_rates(settings: dict) -> None:
     x = torch.ones(4, 8, 12, 12)
-    y = drop_block(x, **{**settings, "p": p})
-    torch.testing.assert_close(y, torch.zeros_like(x) if p == 1.0 else x)
+    for p, expected in ((1e-12, x), (1.0, torch.zeros_like(x))):
+        torch.testing.assert_close(drop_block(x, **{**settings, "p": p}), expected)
 
 
 def test_backward_saves_only_the_seeds() -> None:

@@ -14,7 +14,7 @@ from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import apply_mask_no_grad
 from tests.support.regularizers import EVERY, Case
 
-fake_cuda = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     torch.__version__ < (2, 14), reason="PyTorch 2.13 needs a CUDA device for fake CUDA tensors"
 )
 
@@ -26,12 +26,9 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SYNC_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
-
-
 SHAPES = [((8, 64, 28, 28), None), ((2, 4, 6, 5, 7), None), ((16, 32, 70), -1), ((8, 28, 28, 64), -1)]
 
 
-@fake_cuda
 def test_a_synchronization_is_detected() -> None:
     """The dynamic draw of the CPU reads the number of seeds, which raises for a fake CUDA tensor."""
     with FakeTensorMode(), pytest.raises(SYNC_ERRORS):
@@ -40,11 +37,10 @@ def test_a_synchronization_is_detected() -> None:
         random_numbers.trials(10_000, 0.01, torch.device("cuda"), static=False)
 
 
-@fake_cuda
 @pytest.mark.parametrize(("shape", "channel_dim"), SHAPES, ids=str)
 @pytest.mark.parametrize("normalize", ["batch", "sample", "expected", None])
 @pytest.mark.parametrize("per_channel", [True, False])
-@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.95, 1.0])
 def test_drop_block_forward_does_not_synchronize(
     shape: tuple[int, ...], channel_dim: int | None, normalize: str | None, per_channel: bool, p: float
 ) -> None:
@@ -55,7 +51,6 @@ def test_drop_block_forward_does_not_synchronize(
             assert (y.shape, y.dtype, y.device.type, y.stride()) == (x.shape, dtype, device, x.stride())
 
 
-@fake_cuda
 @pytest.mark.parametrize("normalize", ["batch", "sample", "expected"])
 @pytest.mark.parametrize("per_channel", [True, False])
 @pytest.mark.parametrize("seed_rate", [0.003, 0.9])
@@ -75,7 +70,6 @@ def test_drop_block_backward_does_not_synchronize(
         assert gradient.stride() == x.stride()
 
 
-@fake_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 def test_no_regularizer_synchronizes(case: Case, dtype: torch.dtype) -> None:

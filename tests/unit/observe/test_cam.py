@@ -6,6 +6,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 from hookdrop import Dropout, HookdropError, LayerError, ShapeError, find, inject
-from hookdrop.observe import grad_cam
+from hookdrop.observe import compare_cam, grad_cam
 from hookdrop.observe.cam import as_map
-from tests.support.models import Small
+from tests.support.models import Small, toy
+from tests.support.tensors import captured, scale_maps
 
 pytest.importorskip("pytorch_grad_cam")
-from tests.support.tensors import captured, scale_maps
 
 
 def reference_grad_cam(model: nn.Module, x: torch.Tensor, layer: str, classes: list[int]) -> torch.Tensor:
@@ -45,18 +46,12 @@ class Strided(Small):
 
 
 class TestPapers:
-    @pytest.mark.parametrize("layer", ["layer1", "layer2.0", "layer2"])
+    @pytest.mark.parametrize("layer", ["layer1", "layer2.0", "layer2", "conv1.0"])
     def test_gradcam_matches_the_equations_of_the_paper(self, layer: str) -> None:
+        """Also if a later ReLU works in place, after "conv1.0"."""
         model, x = Strided(), torch.randn(3, 3, 32, 48)
-        assert torch.allclose(
-            grad_cam(model, x, layer, [1, 7, 7]), reference_grad_cam(model, x, layer, [1, 7, 7]), atol=1e-4
-        )
-
-    def test_later_in_place_relu_does_not_change_the_map(self) -> None:
-        model, x = Strided(), torch.randn(2, 3, 32, 32)
-        assert torch.allclose(
-            grad_cam(model, x, "conv1.0", 2), reference_grad_cam(model, x, "conv1.0", [2, 2]), atol=1e-4
-        )
+        expected = reference_grad_cam(model, x, layer, [1, 7, 7])
+        assert torch.allclose(grad_cam(model, x, layer, [1, 7, 7]), expected, atol=1e-4)
 
     @pytest.mark.parametrize("size", [1e-4, 1e-12, 1e-25])
     def test_maximum_is_1_for_tiny_gradients(self, size: float) -> None:
@@ -70,18 +65,11 @@ class TestPapers:
         assert torch.allclose(maps, plain, atol=1e-5)
 
 
-class TestTargets:
-    def test_none_is_the_predicted_class(self, model: Small, images: torch.Tensor) -> None:
-        predicted = copy.deepcopy(model).eval()(images).argmax(1)
-        expected = grad_cam(model, images, "layer2", predicted)
-        assert torch.equal(grad_cam(model, images, "layer2"), expected)
-        assert torch.equal(grad_cam(model, images, "layer2", predicted.tolist()), expected)
-
-    def test_invalid_arguments_raise(self, model: Small, images: torch.Tensor) -> None:
-        with pytest.raises(IndexError):
-            grad_cam(model, images, "layer2", 10)
-        with pytest.raises(RuntimeError, match="must match the existing size"):
-            grad_cam(model, images, "layer2", [1, 2, 3])
+def test_the_default_target_is_the_predicted_class(model: Small, images: torch.Tensor) -> None:
+    predicted = copy.deepcopy(model).eval()(images).argmax(1)
+    expected = grad_cam(model, images, "layer2", predicted)
+    assert torch.equal(grad_cam(model, images, "layer2"), expected)
+    assert torch.equal(grad_cam(model, images, "layer2", predicted.tolist()), expected)
 
 
 class TestNoSideEffects:
@@ -118,16 +106,13 @@ class TestNoSideEffects:
         assert random.getstate() == random_states[1]
         assert drop.check() == []
 
-    def test_hookdrop_hooks_are_disabled(self, model: Small, images: torch.Tensor) -> None:
+    def test_hooks_of_hookdrop_and_of_gradients_are_not_called(self, model: Small, images: torch.Tensor) -> None:
         expected = grad_cam(model, images, "layer2", 1)
         inject(model, Dropout(0.9), layers="layer*.*")
-        assert torch.equal(grad_cam(model, images, "layer2", 1), expected)
-        assert not any(site.called for site in next(iter(find(model))).sites)
-
-    def test_parameter_gradient_hooks_are_not_called(self, model: Small, images: torch.Tensor) -> None:
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: pytest.fail("called"))
-        assert grad_cam(model, images, "layer2").any()
+        assert torch.equal(grad_cam(model, images, "layer2", 1), expected)
+        assert not any(site.called for site in find(model).sites)
 
     def test_grad_cam_between_a_forward_and_its_backward(self, model: Small, images: torch.Tensor) -> None:
         twin = copy.deepcopy(model)
@@ -146,37 +131,28 @@ class TestNoSideEffects:
             assert torch.equal(grad_cam(model, images.clone(), "layer2"), expected)
 
 
-class TestTransformers:
+class TestOutputs:
     @pytest.mark.parametrize(
         ("tokens", "image", "grid"),
         [(196, (224, 224), (14, 14)), (197, (224, 224), (14, 14)), (201, (224, 224), (14, 14)), (25, (64, 96), (4, 6)), (8, (32, 16), (4, 2))],
         ids=str,
     )  # fmt: skip
-    def test_token_grid_has_the_aspect_ratio_of_the_image(
-        self, tokens: int, image: tuple[int, int], grid: tuple[int, int]
-    ) -> None:
+    def test_token_grid_has_the_aspect_ratio_of_the_image(self, tokens: int, image: Any, grid: Any) -> None:
         x = torch.arange(tokens * 2.0).reshape(1, tokens, 2)
         maps = as_map(x, image)
         assert maps.shape == (1, 2, *grid)
         assert torch.equal(maps[0].flatten(1), x[0, -grid[0] * grid[1] :].T)
 
     def test_other_outputs_raise(self) -> None:
-        with pytest.raises(ShapeError, match=r"returns 99 tokens.*224 x 224"):
-            as_map(torch.ones(1, 99, 2), (224, 224))
-        with pytest.raises(ShapeError, match="expected a map"):
-            as_map(torch.ones(1, 99), (224, 224))
-        with pytest.raises(ShapeError, match="expected a map"):
-            as_map((torch.ones(1, 99, 2),), (224, 224))
+        for wrong in (torch.ones(1, 99, 2), torch.ones(1, 99), (torch.ones(1, 99, 2),)):
+            with pytest.raises(ShapeError):
+                as_map(wrong, (224, 224))
 
     def test_models_with_container_outputs(self, images: torch.Tensor) -> None:
-        class Output(Strided):
-            def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-                return {"logits": super().forward(x), "other": x}
-
-        model = Output()
-        plain = Strided()
-        plain.load_state_dict(model.state_dict())
-        assert torch.equal(grad_cam(model, images, "layer2", 2), grad_cam(plain, images, "layer2", 2))
+        model = Strided()
+        expected, forward = grad_cam(model, images, "layer2", 2), model.forward
+        model.forward = lambda x: {"logits": forward(x), "other": x}  # type: ignore[method-assign, assignment]
+        assert torch.equal(grad_cam(model, images, "layer2", 2), expected)
 
 
 class TestErrors:
@@ -191,31 +167,46 @@ class TestErrors:
             grad_cam(model, images, "spare")
 
     def test_layer_without_a_gradient_raises(self, images: torch.Tensor) -> None:
-        class Detached(Small):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.fc(
-                    self.layer2(self.layer1(self.conv1(x)).detach()).mean((2, 3)) + x.mean((1, 2, 3))[:, None]
-                )
+        forward = lambda m, x: m.fc(m.layer1(m.conv1(x)).detach().mean((2, 3)) + x.mean((1, 2, 3))[:, None])  # noqa: E731
+        model = toy(forward, **dict(Small().named_children()))
+        with pytest.raises(LayerError):
+            grad_cam(model, images, "layer1")
 
-        with pytest.raises(LayerError, match="'layer1' .* the output must depend on it"):
-            grad_cam(Detached(), images, "layer1")
-
-    def test_uint8_images_raise(self, model: Small, images: torch.Tensor) -> None:
-        with pytest.raises(TypeError, match=r"grad_cam: x must be a dense floating-point.*uint8.\n  pass x.float\(\)"):
+    def test_invalid_images_and_model_outputs_raise(self, model: Small, images: torch.Tensor) -> None:
+        with pytest.raises(TypeError):
             grad_cam(model, images.byte(), "layer2")
-
-    def test_invalid_shapes_of_images_and_model_output_raise(self, model: Small, images: torch.Tensor) -> None:
-        with pytest.raises(ShapeError, match=r"images \(N, C, H, W\), got \(3, 16, 16\)"):
+        with pytest.raises(ShapeError):
             grad_cam(model, images[0], "layer2")
-        with pytest.raises(ShapeError, match=r"must return \(N, classes\), got \(4, 8, 16, 16\)"):
+        with pytest.raises(ShapeError):
             grad_cam(nn.Sequential(model.conv1, model.layer1), images, "1")
+        with pytest.raises(IndexError):
+            grad_cam(model, images, "layer2", 10)
+        with pytest.raises(RuntimeError, match="must match the existing size"):
+            grad_cam(model, images, "layer2", [1, 2, 3])
 
     def test_missing_library_error_says_what_to_install(
         self, model: Small, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(sys.modules, "pytorch_grad_cam", None)
-        with pytest.raises(
-            HookdropError, match=r"pytorch_grad_cam is not installed.\n  pip install 'hookdrop\[observe\]'"
-        ):
+        with pytest.raises(HookdropError, match="pip install"):
             grad_cam(model, images, "layer2")
         assert model.training
+
+
+class TestCompareCam:
+    def test_default_target_is_the_class_that_the_second_model_predicts(self, images: torch.Tensor) -> None:
+        before, after = Small(), Small()
+        result = compare_cam(before, after, images, "layer2")
+        predicted = copy.deepcopy(after).eval()(images).argmax(1).tolist()
+        assert result.targets == predicted
+        assert torch.equal(result.before, grad_cam(before, images, "layer2", predicted))
+        assert torch.equal(result.after, grad_cam(after, images, "layer2", predicted))
+        assert before.training
+        assert after.training
+
+    def test_width_is_the_fraction_above_half(self, model: Small, images: torch.Tensor) -> None:
+        result = compare_cam(model, model, images, "layer2", 1)
+        assert torch.equal(result.wide_before, result.wide_after)
+        assert result.wide_after[2] == (result.after[2] > 0.5).sum() / 256
+        result.after = torch.ones(4, 16, 16)
+        assert repr(result).endswith(" above half before, 100.0% after>")

@@ -10,13 +10,11 @@ import torch
 from torch import nn
 
 from hookdrop import (
-    ChainedSchedule,
     ConstantSchedule,
     DropBlock,
     Dropout,
     GaussianNoise,
     HookdropError,
-    Injection,
     LayerError,
     LinearSchedule,
     ShapeError,
@@ -24,11 +22,10 @@ from hookdrop import (
 )
 from hookdrop.injection import figures
 from hookdrop.injection.figures import as_images
-from hookdrop.observe import CamComparison, Recording, plot_schedule, stats
+from hookdrop.observe import CamComparison, plot_schedule, stats
 from tests.support.models import Small
 
 pytest.importorskip("matplotlib")
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 np = pytest.importorskip("numpy")
@@ -46,13 +43,6 @@ def images_of(figure: Figure) -> list[np.ndarray]:
 
 def titles(figure: Figure) -> list[str]:
     return [part.get_suptitle() for part in figure.subfigs]
-
-
-def recorded(layer: nn.Module, drop: object, x: torch.Tensor) -> Recording:
-    model = nn.Sequential(layer)
-    with inject(model, drop, layers="0").recording() as r:
-        model(x)
-    return r
 
 
 class TestRecordings:
@@ -99,7 +89,9 @@ class TestRecordings:
     def test_tokens_and_features_are_one_image_each(
         self, shape: tuple[int, ...], size: tuple[int, ...], label: str
     ) -> None:
-        figure = recorded(nn.Identity(), Dropout(0.5), torch.randn(shape)).plot_features()
+        with inject(model := nn.Sequential(nn.Identity()), Dropout(0.5), layers="0").recording() as r:
+            model(torch.randn(shape))
+        figure = r.plot_features()
         assert [image.shape for image in images_of(figure)] == [size] * 3
         axes = all_axes(figure)
         assert [a.get_ylabel() for a in axes] == ["before", "mask", "after"]
@@ -113,35 +105,16 @@ class TestRecordings:
         assert len(titles(r.plot_masks(list(r)))) == 9
 
 
-class TestImages:
-    def test_channels_last_tensor(self) -> None:
-        x = torch.randn(2, 7, 7, 12)
-        assert torch.equal(figures.images_of(x, 0, 8)[3], x[0, ..., 3])
-
-    def test_volume_shows_its_middle_slice(self) -> None:
-        x = torch.randn(2, 3, 5, 6, 7)
-        assert torch.equal(figures.images_of(x, 1, 8)[2], x[1, 2, 2])
-
-    def test_non_finite_values_do_not_affect_the_color_scale(self) -> None:
-        x = torch.ones(1, 1, 2, 2)
-        x[0, 0, 0, 0], x[0, 0, 0, 1] = float("inf"), 3
-        assert all_axes(figures.blocks_figure({"": {"": x}}))[0].images[0].get_clim() == (1, 3)
-
-    def test_invalid_arguments_raise(self) -> None:
-        with pytest.raises(ShapeError, match="has no sample=4: the batch size is 4"):
-            figures.images_of(torch.ones(4, 3, 5, 5), 4, 8)
-        with pytest.raises(ShapeError, match=r"got \(\): it cannot be shown"):
-            figures.images_of(torch.ones(()), 0, 8)
-
-
-def injected_model(**settings: object) -> Injection:
-    return inject(
-        nn.Sequential(*[nn.Identity() for _ in range(3)]),
-        Dropout(0.4),
-        layers="*",
-        schedule=LinearSchedule(10),
-        **settings,
-    )
+def test_images_of_other_tensors() -> None:
+    x = torch.randn(2, 7, 7, 12)
+    assert torch.equal(figures.images_of(x, 0, 8)[3], x[0, ..., 3])  # channels last
+    x = torch.randn(2, 3, 5, 6, 7)
+    assert torch.equal(figures.images_of(x, 1, 8)[2], x[1, 2, 2])  # a volume shows its middle slice
+    x = torch.tensor([[[[float("inf"), 3], [1, 1]]]])  # non-finite values do not affect the color scale
+    assert all_axes(figures.blocks_figure({"": {"": x}}))[0].images[0].get_clim() == (1, 3)
+    for wrong, sample in ((torch.ones(4, 3, 5, 5), 4), (torch.ones(()), 0)):
+        with pytest.raises(ShapeError):
+            figures.images_of(wrong, sample, 8)
 
 
 class TestSchedules:
@@ -150,17 +123,9 @@ class TestSchedules:
         assert list(line.get_xdata()) == list(range(7))
         assert list(line.get_ydata()) == LinearSchedule(4).simulate(7)
 
-    def test_a_long_title_fits_into_the_figure(self) -> None:
-        chained = ChainedSchedule([LinearSchedule(50), LinearSchedule(50, start=1.0, end=0.2)], milestones=[50])
-        figure = plot_schedule(chained, 100)
-        FigureCanvasAgg(figure).draw()
-        title = figure.axes[0].title.get_window_extent()
-        assert figure.bbox.x0 <= title.x0
-        assert title.x1 <= figure.bbox.x1
-        assert title.y1 <= figure.bbox.y1
-
     def test_injection_plot_has_one_line_for_each_rate(self) -> None:
-        drop = injected_model(p_scale={"0": 0.5})
+        model = nn.Sequential(*[nn.Identity() for _ in range(3)])
+        drop = inject(model, Dropout(0.4), layers="*", schedule=LinearSchedule(10), p_scale={"0": 0.5})
         drop.seek(5)
         axes = plot_schedule(drop, 20).axes[0]
         assert [line.get_label() for line in axes.lines[:2]] == ["target rate 0.4: 2 sites", "target rate 0.2: 0"]
@@ -171,12 +136,9 @@ class TestSchedules:
         assert [child.get_ylabel() for child in axes.child_axes] == ["keep_prob = 1 - p"]
 
     def test_noise_plot_has_no_keep_prob_axis(self) -> None:
-        drop = inject(nn.Sequential(nn.Identity()), GaussianNoise(0.4), layers="0")
-        axes = plot_schedule(drop, 5).axes[0]
-        assert (axes.get_ylabel(), axes.child_axes) == ("rate", [])
-
-    def test_invalid_arguments_raise(self) -> None:
-        with pytest.raises(ValueError, match="steps must be at least 1"):
+        axes = plot_schedule(inject(model := nn.Sequential(nn.Identity()), GaussianNoise(0.4), layers="0"), 5).axes[0]
+        assert (axes.get_ylabel(), axes.child_axes, len(model)) == ("rate", [], 1)
+        with pytest.raises(ValueError):
             plot_schedule(ConstantSchedule(), 0)
 
 
@@ -184,11 +146,8 @@ def test_stats_plot_has_one_row_for_each_layer(model: Small, images: torch.Tenso
     with stats(model, ["conv1", "layer1", "fc"]) as seen:
         model(images).sum().backward()
     first, second, third = seen.plot().axes
-    assert [text.get_text() for text in first.get_yticklabels()] == [
-        "conv1 (Conv2d)",
-        "layer1 (Sequential)",
-        "fc (Linear)",
-    ]
+    labels = [text.get_text() for text in first.get_yticklabels()]
+    assert labels == ["conv1 (Conv2d)", "layer1 (Sequential)", "fc (Linear)"]
     assert first.yaxis_inverted()
     assert list(first.lines[0].get_xdata()) == [one.activation.variance for one in seen.values()]
     assert list(second.lines[0].get_xdata()) == [one.gradient.norm for one in seen.values()]
@@ -204,26 +163,16 @@ def test_stats_plot_of_saturated_layers() -> None:
         model(torch.ones(2, 2))
     figure = seen.plot()
     assert [line.get_label() for line in figure.axes[2].lines] == ["dead channels", "saturated elements"]
-    assert [text.get_text() for text in figure.axes[2].get_legend().get_texts()] == [
-        "dead channels",
-        "saturated elements",
-    ]
 
 
 class TestClassActivationMaps:
     def test_images_above_one_row_for_each_model(self) -> None:
-        x = torch.rand(3, 1, 8, 8)
         before, after = torch.rand(3, 8, 8), torch.ones(3, 8, 8)
-        figure = CamComparison(x, [1, 2, 3], before, after).plot(most=2)
+        figure = CamComparison(torch.rand(3, 1, 8, 8), [1, 2, 3], before, after).plot(most=2)
         axes = all_axes(figure)
         assert [a.get_ylabel() for a in axes[::2]] == ["image", "before", "after"]
-        assert [a.get_title() for a in axes] == [
-            "class 1",
-            "class 2",
-            *(f"{w:.0%} above half" for w in (before > 0.5).float().mean((1, 2))[:2]),
-            "100% above half",
-            "100% above half",
-        ]
+        widths = [f"{w:.0%} above half" for w in (before > 0.5).float().mean((1, 2))[:2]]
+        assert [a.get_title() for a in axes] == ["class 1", "class 2", *widths, *["100% above half"] * 2]
         assert np.array_equal(axes[3].images[1].get_array(), before[1])
         assert axes[3].images[1].get_clim() == (0, 1)
 
@@ -249,5 +198,5 @@ class TestFigures:
 
     def test_missing_matplotlib_error_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(HookdropError, match=r"matplotlib is not installed.\n  pip install 'hookdrop\[observe\]'"):
+        with pytest.raises(HookdropError, match="pip install"):
             plot_schedule(ConstantSchedule(), 5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import HookdropWarning, InjectionError, LayerError
-from hookdrop.observe import Stats, stats
+from hookdrop.observe import stats
 from hookdrop.observe.statistics import Moments
-from tests.support.models import Small
+from tests.support.models import Small, toy
 from tests.support.tensors import captured
 
 
@@ -61,29 +62,9 @@ class TestNumbers:
     def test_moments_without_elements_are_nan(self) -> None:
         moments = Moments()
         moments.add(torch.ones(0, 3))
-        assert math.isnan(moments.mean)
-        assert math.isnan(moments.variance)
-        assert math.isnan(moments.norm)
+        assert all(math.isnan(value) for value in (moments.mean, moments.variance, moments.norm))
         moments.add(torch.tensor([1.0, 3.0]))
         assert (moments.mean, moments.variance, moments.norm) == (2, 1, pytest.approx(math.sqrt(10)))
-
-    def test_memory_does_not_grow_with_calls(self, model: Small, images: torch.Tensor) -> None:
-        def held(seen: Stats) -> list[int]:
-            """Count the elements of all stored tensors."""
-            parts = [
-                [*vars(one).values(), *vars(one.activation).values(), *vars(one.gradient).values()]
-                for one in seen.values()
-            ]
-            return [sum(x.numel() for x in part if isinstance(x, torch.Tensor)) for part in parts]
-
-        with stats(model) as seen:
-            for _ in range(2):
-                backward(model, images)
-            before = held(seen)
-            for _ in range(5):
-                backward(model, images)
-            assert held(seen) == before
-            assert max(before) <= 4 + 10  # numbers, and a bool for each channel
 
     @pytest.mark.parametrize("reentrant", [True, False])
     def test_recomputed_forwards_are_counted_once(self, reentrant: bool) -> None:
@@ -99,19 +80,8 @@ class TestNumbers:
 
 
 class TestDeadAndSaturated:
-    def test_fraction_of_dead_units_is_exact(self) -> None:
-        model = nn.Sequential(nn.Linear(4, 10), nn.ReLU())
-        with torch.no_grad():
-            model[0].bias[:3] = -1e3  # 3 of 10 never fire
-        with stats(model) as seen:
-            for _ in range(4):
-                model(torch.randn(64, 4))
-        assert seen["1"].dead == pytest.approx(0.3)
-        assert seen["0"].dead == 0
-
     def test_unit_that_fires_once_is_alive(self) -> None:
-        model = nn.Sequential(nn.ReLU())
-        x = torch.full((10, 2), -1.0)
+        model, x = nn.Sequential(nn.ReLU()), torch.full((10, 2), -1.0)
         with stats(model) as seen:
             model(x)
             assert seen["0"].dead == 1
@@ -121,58 +91,34 @@ class TestDeadAndSaturated:
         assert seen["0"].dead == 0.5
 
     @pytest.mark.parametrize(
-        ("shape", "axis"), [((5, 6, 4, 4), 1), ((5, 4, 4, 6), 3), ((5, 9, 6), 2), ((5, 6), 1)], ids=str
-    )
-    def test_channel_axis_follows_the_shape(self, shape: tuple[int, ...], axis: int) -> None:
-        x = torch.ones(shape)
-        x.select(axis, 2).zero_()
-        model = nn.Sequential(nn.Identity())
-        with stats(model) as seen:
-            model(x)
-        assert seen["0"].dead == pytest.approx(1 / 6)
-
-    @pytest.mark.parametrize(
-        ("module", "shape"),
-        [
-            (nn.Conv1d(3, 6, 1), (5, 3, 9)),
-            (nn.BatchNorm1d(6), (5, 6, 9)),
-            (nn.Conv2d(3, 6, 1), (5, 3, 6, 9)),
-            (nn.GroupNorm(6, 6), (5, 6, 6, 9)),
-            (nn.Linear(3, 6), (5, 2, 7, 3)),
-        ],
-        ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
-    )
-    def test_channel_axis_follows_the_layer_class(self, module: nn.Module, shape: tuple[int, ...]) -> None:
-        with torch.no_grad():
-            module.weight[2] = 0
-            module.bias[2] = 0
-        model = nn.Sequential(module)
-        with stats(model) as seen:
-            model(torch.randn(shape))
-        assert seen["0"].dead == pytest.approx(1 / 6)
-
-    @pytest.mark.parametrize(
         ("layers", "shape", "channels"),
         [
-            ([nn.Conv2d(3, 64, 1), nn.ReLU()], (2, 3, 64, 8), 64),
+            *(([nn.Identity()], shape, 6) for shape in ((5, 6, 4, 4), (5, 4, 4, 6), (5, 9, 6), (5, 6))),
+            ([nn.Conv1d(3, 6, 1)], (5, 3, 9), 6),
+            ([nn.BatchNorm1d(6)], (5, 6, 9), 6),
+            ([nn.Conv2d(3, 6, 1)], (5, 3, 6, 9), 6),
+            ([nn.GroupNorm(6, 6)], (5, 6, 6, 9), 6),
+            ([nn.Linear(3, 6)], (5, 2, 7, 3), 6),
+            ([nn.Conv2d(3, 64, 1), nn.ReLU()], (2, 3, 64, 8), 64),  # the shape (2, 64, 64, 8) alone suggests NHWC
             ([nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU()], (2, 3, 8, 5), 8),
             ([nn.Conv1d(3, 7, 1), nn.ReLU()], (2, 3, 5), 7),
             ([nn.Linear(3, 7), nn.ReLU()], (2, 4, 5, 3), 7),
         ],
         ids=str,
     )
-    def test_channel_axis_of_an_activation_follows_the_previous_layer(
+    def test_channel_axis_follows_the_layer_or_the_previous_one_or_the_shape(
         self, layers: list[nn.Module], shape: tuple[int, ...], channels: int
     ) -> None:
-        """The shape (2, 64, 64, 8) alone suggests NHWC."""
+        model, x = nn.Sequential(*layers), torch.rand(shape).mul_(1e-3)
         with torch.no_grad():
-            for layer in layers[:-1]:
-                layer.weight[1] = 0
-                layer.bias[:] = 1
-                layer.bias[1] = -1
-        model = nn.Sequential(*layers)
+            for layer in layers:
+                if hasattr(layer, "weight"):
+                    layer.weight[1], layer.bias[:] = 0, 1
+                    layer.bias[1] = -1 if len(layers) > 1 else 0
+        if isinstance(layers[0], nn.Identity):
+            x.select(shape.index(6), 1).zero_()
         with stats(model) as seen:
-            model(torch.rand(shape).mul_(1e-3))
+            model(x)
         assert seen[str(len(layers) - 1)].dead == pytest.approx(1 / channels)
 
     def test_dead_is_none_if_the_number_of_channels_varies(self) -> None:
@@ -191,13 +137,9 @@ class TestDeadAndSaturated:
             (nn.Softsign(), [-20.0, 1.0, 0.0, 1.0], 1 / 4),
             (nn.Hardsigmoid(), [-9.0, 0.0], 1 / 2),
         ],
-        ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
     )
-    def test_saturated_is_within_5_percent_of_a_bound(
-        self, module: nn.Module, values: list[float], fraction: float
-    ) -> None:
-        model = nn.Sequential(module)
-        with stats(model) as seen:
+    def test_saturated_is_within_5_percent_of_a_bound(self, module: nn.Module, values: Any, fraction: float) -> None:
+        with stats(model := nn.Sequential(module)) as seen:
             model(torch.tensor(values))
         assert seen["0"].saturated == pytest.approx(fraction)
 
@@ -234,14 +176,12 @@ class TestDoubts:
             backward(model, images)
         assert seen.doubts() == []
 
-    def test_dead_and_saturated_layers(self) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU())
+    def test_saturated_layers(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
         with torch.no_grad():
             model[0].weight *= 100
-            model[2].bias[:3] = -1e3
         with stats(model) as seen:
             model(torch.randn(64, 4))
-        assert "'3': 3 of 4 channels are dead (0 in every call: 64 elements each)" in seen.doubts()
         assert any(doubt.startswith("'1': 9") and "are saturated" in doubt for doubt in seen.doubts())
 
     @pytest.mark.parametrize(("samples", "dead", "reported"), [(64, 40, True), (64, 20, False), (1, 100, False)])
@@ -258,19 +198,15 @@ class TestDoubts:
 
 class TestLayers:
     def test_default_is_every_leaf_module_in_call_order(self) -> None:
-        class Backwards(nn.Sequential):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                for module in reversed(self):
-                    x = module(x)
-                return x
-
-        model = Backwards(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(2, 3)))
+        later, first = nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(2, 3))
+        first.forward = lambda x: first[0](first[1](x))  # type: ignore[method-assign]
+        model = toy(lambda m, x: m.later(m.first(x)), later=later, first=first)
         with stats(model) as seen:
             model(torch.randn(5, 2))
-        assert list(seen) == ["1.0", "1.1", "0"]
-        with stats(model, exclude="1.*", layers=None) as seen:
-            model[0](torch.randn(5, 3))
-        assert list(seen) == ["0"]
+        assert list(seen) == ["first.1", "first.0", "later"]
+        with stats(model, exclude="first.*", layers=None) as seen:
+            later(torch.randn(5, 3))
+        assert list(seen) == ["later"]
 
     def test_named_layers(self, model: Small, images: torch.Tensor) -> None:
         with stats(model, "layer*") as seen:
@@ -296,7 +232,7 @@ class TestLayers:
         """Under vmap a hook sees a wrapper of one slice, which becomes invalid after it."""
         model = nn.Sequential(nn.Linear(3, 4))
         with stats(model) as seen:
-            with pytest.raises(InjectionError, match="cannot be used inside torch.func"):
+            with pytest.raises(InjectionError):
                 torch.func.vmap(model)(torch.ones(2, 3))
             model(torch.ones(2, 3))
         assert seen["0"].calls == 1

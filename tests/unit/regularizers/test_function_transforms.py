@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
+from torch.func import functional_call, grad, jacfwd, jacrev, vmap
 
-from hookdrop import DropBlock, Dropout, HeadDropout, InjectionError, LinearSchedule, find, inject
+from hookdrop import DropBlock, DropKey, Dropout, HeadDropout, InjectionError, LinearSchedule, find, inject
 from hookdrop.functional import drop_path, dropout2d
 from hookdrop.regularizers import REGULARIZERS
-from tests.support.regularizers import DRAWING, EVERY, REPRESENTATIVE, SINGLE_SAMPLE, SITES, Affine, Case
+from tests.support.regularizers import ACTIVATIONS, EVERY, REPRESENTATIVE, SINGLE_SAMPLE, SITES, Affine, Case
 from tests.support.tensors import all_equal
 
 
@@ -26,11 +26,7 @@ def cases(some: dict[str, Case]) -> pytest.MarkDecorator:
 
 
 ALL = cases(EVERY)
-
-
 EDITING = {name: case for name, case in EVERY.items() if case.in_backward}
-
-
 Weights = dict[str, torch.Tensor]
 
 
@@ -84,10 +80,10 @@ def test_per_sample_gradients_share_a_mask_only_with_randomness_same(case: Case)
     assert not all(torch.equal(gradient[0], gradient[i]) for gradient in tries for i in range(1, len(x)))
 
 
-@cases(DRAWING)
+@cases(REPRESENTATIVE)
 def test_ensemble_raises_with_randomness_error(case: Case) -> None:
-    base = nn.Sequential(Affine(case.shape[1:]))
-    inject(base, case.regularizer, layers="0", at=case.places[-1])
+    base = nn.Sequential(case.layer if case.acts_on_scores else Affine(case.shape[1:]))
+    inject(base, case.regularizer, layers="0", at="output" if case.acts_on_scores else case.places[-1])
     with pytest.raises(RuntimeError, match="draws random numbers, which torch.func.vmap does not allow"):
         vmap(lambda factor: factor * base(torch.ones(case.shape)))(torch.ones(3))
 
@@ -113,8 +109,8 @@ def test_shared_input_with_randomness_different_is_dropped_at_p(function: Callab
 
 
 @pytest.mark.parametrize("name", ["Dropout", "DropBlock (sparse)", "DropPath"])
-def test_jacobians_agree_in_all_modes(name: str) -> None:
-    """Reverse mode, forward mode, and `torch.autograd.functional` with and without vmap."""
+def test_jacobians_and_hessians_agree_in_all_modes(name: str) -> None:
+    """Reverse mode, forward mode, forward over reverse, and `torch.autograd.functional` with and without vmap."""
     model, _, x = hooked(Case(EVERY[name].regularizer, (4, 4, 4, 4)))  # small enough for a full Jacobian
 
     def sums(x: torch.Tensor) -> torch.Tensor:
@@ -126,30 +122,21 @@ def test_jacobians_agree_in_all_modes(name: str) -> None:
     torch.testing.assert_close(seeded(jacrev(sums))(x), expected)
     torch.testing.assert_close(seeded(jacfwd(sums, randomness="same"))(x), expected)
     torch.testing.assert_close(seeded(lambda: jacobian(sums, x, vectorize=True))(), expected)
+    (small, _, x), total = hooked(Case(EVERY[name].regularizer, (2, 4, 4, 4))), lambda x: small(x).sum()
+    second = seeded(jacrev(jacrev(total)))(x)
+    torch.testing.assert_close(seeded(jacfwd(jacrev(total), randomness="same"))(x), second)
 
 
 # --- contexts
-
-
-@contextmanager
-def default_device(name: str) -> Iterator[None]:
-    torch.set_default_device(name)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
 
 
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inference_mode": torch.inference_mode,
     "no_grad": torch.no_grad,
     "torch.device": lambda: torch.device("meta"),
-    "set_default_device": lambda: default_device("meta"),
     "FakeTensorMode": lambda: FakeTensorMode(allow_non_fake_inputs=True),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
-
-
 IN_CONTEXT = pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
 
 
@@ -172,7 +159,6 @@ def test_inject_and_step_inside_a_context_train_outside(
     expected = trained(clean, x)
     with context():
         drop = inject(model, case.regularizer, layers=SITES, schedule=LinearSchedule(4))
-        drop.seek(4)
         drop.enabled = False
     with context():
         drop.enabled = True
@@ -192,7 +178,7 @@ def test_default_device_does_not_affect_training(case: Case) -> None:
         assert all_equal(trained(model, x), expected)
 
 
-@pytest.mark.parametrize("name", ["inference_mode", "no_grad", "torch.device", "set_default_device", "FakeTensorMode"])
+@pytest.mark.parametrize("name", ["inference_mode", "no_grad", "torch.device", "FakeTensorMode"])
 def test_example_input_in_a_context(name: str) -> None:
     """The example input is created outside of the context."""
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), torch.randn(2, 3, 8, 8)
@@ -206,12 +192,12 @@ def test_example_input_in_a_context(name: str) -> None:
 
 def test_measuring_on_the_meta_device_raises() -> None:
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4))
+        model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
     drop = inject(model, Dropout(0.3), layers="0")
-    with pytest.raises(InjectionError, match="meta(.|\n)*to_empty"):
-        drop.probe(torch.ones(2, 4, device="meta"))
-    with drop.recording(last=0), pytest.raises(InjectionError, match="meta(.|\n)*to_empty"):
-        model(torch.ones(2, 4, device="meta"))
+    with drop.recording(last=0):
+        for use in (drop.probe, model):
+            with pytest.raises(InjectionError):
+                use(x)
 
 
 @ALL
@@ -219,7 +205,8 @@ def test_model_of_fake_tensors(case: Case) -> None:
     """Built, hooked and run without values, as for a memory estimate."""
     with FakeTensorMode():
         model, x = case.model(), case.input()
-        example = None if isinstance(case.regularizer, HeadDropout) else x  # these layers have no heads
+        # These layers have no heads, and no product after the softmax.
+        example = None if isinstance(case.regularizer, HeadDropout | DropKey) else x
         inject(model, case.regularizer, layers=SITES, example_input=example)
         y = model(x)
         y.sum().backward()
@@ -230,15 +217,10 @@ def test_model_of_fake_tensors(case: Case) -> None:
 def test_model_created_in_inference_mode() -> None:
     """It supports sampling but not training; a copy made outside can be trained."""
     with torch.inference_mode():
-        model = nn.Sequential(nn.Linear(8, 8))
-        drop = inject(model, Dropout(0.5), layers="0", example_input=torch.ones(2, 8))
-        model.eval()
-        with drop.sampling():
-            assert not torch.equal(model(torch.ones(2, 8)), model(torch.ones(2, 8)))
-    twin = copy.deepcopy(model).train()
-    for p in twin.parameters():
-        p.data = p.detach().clone()
-    assert next(iter(find(twin))).p == 0.5
+        model, x = nn.Sequential(nn.Linear(8, 8)).eval(), torch.ones(2, 8)
+        with inject(model, Dropout(0.5), layers="0", example_input=x).sampling():
+            assert not torch.equal(model(x), model(x))
+    assert find(copy.deepcopy(model)).p == 0.5
 
 
 def test_vmap_emits_no_performance_warnings() -> None:
@@ -281,11 +263,11 @@ def with_meta(x: torch.Tensor) -> MetaTensor:
     return y
 
 
-@ALL
+@cases(ACTIVATIONS)
 @pytest.mark.parametrize("shared", [True, False])
 def test_tensor_subclass_is_kept_and_allows_inplace_operations(case: Case, shared: bool) -> None:
     """Bitwise equal to a plain tensor with the same seed: output and gradient, also after `relu_`."""
-    model = nn.Sequential(nn.Identity())
+    model = nn.Sequential(case.layer)
     inject(model, case.regularizer, layers="0")
     plain = case.input()
     results = []
@@ -309,19 +291,4 @@ def test_leaf_subclass_receives_its_gradient(regularizer: nn.Module) -> None:
     leaf = with_meta(torch.ones(4, 16, 32, 32)).requires_grad_()
     y = regularizer(leaf)
     y.sum().backward()
-    assert leaf.grad is not None
     assert torch.equal(leaf.grad.as_subclass(torch.Tensor), y.detach().as_subclass(torch.Tensor))
-
-
-@pytest.mark.parametrize("name", ["Dropout", "DropBlock (sparse)", "DropPath"])
-def test_hessian_in_both_modes(name: str) -> None:
-    """Forward over reverse equals reverse over reverse. `hessian` has no `randomness` argument and raises."""
-    model, _, x = hooked(Case(EVERY[name].regularizer, (2, 4, 4, 4)))
-
-    def total(x: torch.Tensor) -> torch.Tensor:
-        return model(x).sum()
-
-    expected = seeded(jacrev(jacrev(total)))(x)
-    torch.testing.assert_close(seeded(jacfwd(jacrev(total), randomness="same"))(x), expected)
-    with pytest.raises(RuntimeError, match="draws random numbers, which torch.func.vmap does not allow"):
-        hessian(total)(x)

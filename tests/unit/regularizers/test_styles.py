@@ -117,14 +117,12 @@ def test_a_batch_of_one_warns(cls: type[Regularizer]) -> None:
     model, x = nn.Sequential(nn.Identity()), styled(1)
     inject(model, cls(1.0), layers="0")
     with pytest.warns(HookdropWarning, match="a batch of one sample has a single style"):
-        y = model(x)
-    torch.testing.assert_close(y, x)
+        torch.testing.assert_close(model(x), x)
 
 
 @STYLES
 def test_constant_maps_stay_finite(cls: type[Regularizer]) -> None:
     x = torch.full((4, 2, 3, 3), 7.0, requires_grad=True)
     y = cls(1.0)(x)
-    y.sum().backward()
     torch.testing.assert_close(y, x, atol=0.01, rtol=0)
-    assert x.grad.isfinite().all()
+    assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from hookdrop import InjectionError, plan
 from hookdrop.recipes import dropblock_resnet
+from tests.support.models import toy
 
 WIDTHS = (8, 8, 16, 16, 32)
 
@@ -48,17 +50,6 @@ class PreActivation(nn.Module):
             return x + y
         x = self.pool(x)
         return torch.cat([x, x], 1) + y
-
-
-class Wrapped(nn.Module):
-    """A residual connection as a module of its own."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.add(self.body(x), x)
 
 
 def net(block: type[nn.Module]) -> nn.Sequential:
@@ -104,7 +95,8 @@ def test_a_skip_of_functions_is_dropped_at_the_input_of_the_block() -> None:
 def test_a_wrapper_around_the_branch() -> None:
     def body(width: int) -> nn.Module:
         layers = [nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
-        return Wrapped(nn.Sequential(*layers, nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)))
+        branch = nn.Sequential(*layers, nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width))
+        return toy(lambda m, x: torch.add(m.body(x), x), body=branch)
 
     model = nn.Sequential(nn.Conv2d(3, 8, 3), body(8), nn.Conv2d(8, 16, 2, 2), nn.BatchNorm2d(16), body(16))
     assert sites(model) == {
@@ -114,19 +106,14 @@ def test_a_wrapper_around_the_branch() -> None:
 
 
 def test_an_addition_without_a_module_of_its_own_is_refused() -> None:
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Conv2d(3, 8, 3)
-            self.units = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
-            self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.first(x)
+        for i in (0, 2):
+            y = F.relu(m.norms[i](m.units[i](x)))
+            x = F.max_pool2d(x + m.norms[i + 1](m.units[i + 1](y)), 2)
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for i in (0, 2):
-                y = F.relu(self.norms[i](self.units[i](x)))
-                x = F.max_pool2d(x + self.norms[i + 1](self.units[i + 1](y)), 2)
-            return x
-
+    units = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+    flat = toy(forward, first=nn.Conv2d(3, 8, 3), units=units, norms=nn.ModuleList(nn.BatchNorm2d(8) for _ in units))
     with pytest.raises(InjectionError, match="no hook can reach"):
-        sites(Flat())
+        sites(flat)

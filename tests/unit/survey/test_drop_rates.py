@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,21 +15,9 @@ from torch import Tensor, nn
 import hookdrop
 from hookdrop import InjectionError
 from hookdrop.survey.drop_rates import find_drop_rates, known_drop_rates
+from tests.support.models import toy
 
 X = torch.randn(4, 3, 8)
-
-
-class Net(nn.Module):
-    """Its forward is a function of (self, x); its keyword arguments are attributes."""
-
-    def __init__(self, function: Callable[..., Any], **attributes: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
 
 
 def drop_path(x: Tensor, p: float, training: bool) -> Tensor:
@@ -55,60 +42,49 @@ def helper(net: Any, x: Tensor, q: float = 0.9) -> Tensor:
     return F.dropout(x, q, net.training)
 
 
-FOUND: dict[str, Net] = {
-    "positional": Net(lambda net, x: F.dropout(x, net.rate, net.training), rate=0.2),
-    "a rate of 0": Net(lambda net, x: F.dropout(x, net.rate, net.training), rate=0.0),
-    "an integer 0": Net(lambda net, x: attention(x, net.rate), rate=0),
-    "converted and conditional": Net(
+FOUND: dict[str, nn.Module] = {
+    "positional": toy(lambda net, x: F.dropout(x, net.rate, net.training), rate=0.2),
+    "a rate of 0": toy(lambda net, x: F.dropout(x, net.rate, net.training), rate=0.0),
+    "an integer 0": toy(lambda net, x: attention(x, net.rate), rate=0),
+    "converted and conditional": toy(
         lambda net, x: F.dropout1d(x, p=float(net.rate) if net.training else 0.0), rate=0.3
     ),
-    "skipped at 0": Net(lambda net, x: F.dropout(x, net.rate) if net.rate > 0 else x, rate=0.0),
-    "alpha dropout": Net(lambda net, x: F.alpha_dropout(x, net.rate, net.training), rate=0.2),
-    "attention": Net(lambda net, x: attention(x, net.rate if net.training else 0.0), rate=0.2),
-    "an argument with a default": Net(lambda net, x: helper(net, x, net.rate), rate=0.2),
-    "transformers' drop path": Net(lambda net, x: drop_path(x, net.rate, net.training), rate=0.2),
-    "timm's drop path": Net(lambda net, x: row_mask(x, net.rate), rate=0.0),
-    "a random mask": Net(lambda net, x: x * (torch.rand_like(x) > net.rate), rate=0.1),
-    "a comparison with an integer 0": Net(lambda net, x: x * (torch.rand_like(x) > net.rate), rate=0),
-    "an in-place comparison": Net(lambda net, x: x * torch.rand(4, 1, 1).ge_(net.rate).div(1 - net.rate), rate=0.1),
-    "a skipped layer": Net(lambda net, x: x if torch.rand([]) < net.rate else x + 1, rate=0.0),
-    "a random number": Net(lambda net, x: x if torch.rand(1).lt(net.rate).item() else x + 1, rate=0.05),
-    "a masked tensor": Net(lambda net, x: x.masked_fill(torch.rand_like(x) < net.rate, 0.0), rate=0.7),
-    "a selection": Net(lambda net, x: torch.where(torch.rand_like(x) < net.rate, 0.0, x), rate=0.7),
-    "a negated mask": Net(lambda net, x: x * ~(torch.rand_like(x) < net.rate), rate=0.7),
-    "a filled tensor": Net(lambda net, x: x * torch.bernoulli(torch.full_like(x, 1 - net.rate)), rate=0.05),
-    "a tensor filled by keywords": Net(
+    "skipped at 0": toy(lambda net, x: F.dropout(x, net.rate) if net.rate > 0 else x, rate=0.0),
+    "alpha dropout": toy(lambda net, x: F.alpha_dropout(x, net.rate, net.training), rate=0.2),
+    "attention": toy(lambda net, x: attention(x, net.rate if net.training else 0.0), rate=0.2),
+    "an argument with a default": toy(lambda net, x: helper(net, x, net.rate), rate=0.2),
+    "transformers' drop path": toy(lambda net, x: drop_path(x, net.rate, net.training), rate=0.2),
+    "timm's drop path": toy(lambda net, x: row_mask(x, net.rate), rate=0.0),
+    "a random mask": toy(lambda net, x: x * (torch.rand_like(x) > net.rate), rate=0.1),
+    "a comparison with an integer 0": toy(lambda net, x: x * (torch.rand_like(x) > net.rate), rate=0),
+    "an in-place comparison": toy(lambda net, x: x * torch.rand(4, 1, 1).ge_(net.rate).div(1 - net.rate), rate=0.1),
+    "a skipped layer": toy(lambda net, x: x if torch.rand([]) < net.rate else x + 1, rate=0.0),
+    "a random number": toy(lambda net, x: x if torch.rand(1).lt(net.rate).item() else x + 1, rate=0.05),
+    "a masked tensor": toy(lambda net, x: x.masked_fill(torch.rand_like(x) < net.rate, 0.0), rate=0.7),
+    "a selection": toy(lambda net, x: torch.where(torch.rand_like(x) < net.rate, 0.0, x), rate=0.7),
+    "a negated mask": toy(lambda net, x: x * ~(torch.rand_like(x) < net.rate), rate=0.7),
+    "a filled tensor": toy(lambda net, x: x * torch.bernoulli(torch.full_like(x, 1 - net.rate)), rate=0.05),
+    "a tensor filled by keywords": toy(
         lambda net, x: x * torch.bernoulli(torch.full(size=x.shape, fill_value=1 - net.rate)), rate=0.05
     ),
 }
-OUT_OF_REACH: dict[str, tuple[Net, str]] = {
-    "a literal": (Net(lambda net, x: F.dropout(x, 0.3, net.training)), "dropout with a rate of 0.3"),
-    "the default": (Net(lambda net, x: F.dropout(x)), "dropout with a rate of 0.5"),
-    "arithmetic": (Net(lambda net, x: F.dropout(x, 1 - net.keep), keep=0.9), "dropout with a rate of 0.1"),
-    "a list": (Net(lambda net, x: F.dropout(x, net.rates[0]), rates=[0.3]), "dropout with a rate of 0.3"),
-    "a module created in each call": (Net(lambda net, x: nn.Dropout(0.3)(x)), "dropout with a rate of 0.3"),
-    "a literal mask": (Net(lambda net, x: x * torch.empty(4, 1, 1).bernoulli_(0.7)), "bernoulli with a probability of 0.7"),
-    "a probability to keep": (
-        Net(lambda net, x: x * torch.empty_like(x).bernoulli_(net.keep), keep=0.9),
-        "bernoulli with keep, which may be the probability to keep",
-    ),
-    "a small probability to keep": (
-        Net(lambda net, x: x * (torch.rand_like(x) < net.keep), keep=0.3),
-        "lt with keep, which may be the probability to keep",
-    ),
-    "a small probability to select": (
-        Net(lambda net, x: torch.where(torch.rand_like(x) < net.keep, x, 0.0), keep=0.3),
-        "lt with keep, which may be the probability to keep",
-    ),
-    "a mask of what is not kept": (
-        Net(lambda net, x: x.masked_fill(torch.rand_like(x) > net.keep, 0.0), keep=0.3),
-        "gt with keep, which may be the probability to keep",
-    ),
+KEEP = "with keep, which may be the probability to keep"
+OUT_OF_REACH: dict[str, tuple[nn.Module, str]] = {
+    "a literal": (toy(lambda net, x: F.dropout(x, 0.3, net.training)), "dropout with a rate of 0.3"),
+    "the default": (toy(lambda net, x: F.dropout(x)), "dropout with a rate of 0.5"),
+    "arithmetic": (toy(lambda net, x: F.dropout(x, 1 - net.keep), keep=0.9), "dropout with a rate of 0.1"),
+    "a list": (toy(lambda net, x: F.dropout(x, net.rates[0]), rates=[0.3]), "dropout with a rate of 0.3"),
+    "a module created in each call": (toy(lambda net, x: nn.Dropout(0.3)(x)), "dropout with a rate of 0.3"),
+    "a literal mask": (toy(lambda net, x: x * torch.empty(4, 1, 1).bernoulli_(0.7)), "bernoulli with a probability of 0.7"),
+    "a probability to keep": (toy(lambda net, x: x * torch.empty_like(x).bernoulli_(net.keep), keep=0.9), f"bernoulli {KEEP}"),
+    "a small probability to keep": (toy(lambda net, x: x * (torch.rand_like(x) < net.keep), keep=0.3), f"lt {KEEP}"),
+    "a small probability to select": (toy(lambda net, x: torch.where(torch.rand_like(x) < net.keep, x, 0.0), keep=0.3), f"lt {KEEP}"),
+    "a mask of what is not kept": (toy(lambda net, x: x.masked_fill(torch.rand_like(x) > net.keep, 0.0), keep=0.3), f"gt {KEEP}"),
 }  # fmt: skip
-NO_DROPOUT: dict[str, Net] = {
-    "eval mode": Net(lambda net, x: F.dropout(x, 0.3, training=False)),
-    "a rate of 0": Net(lambda net, x: F.dropout(x, 0.0)),
-    "other numbers": Net(lambda net, x: F.layer_norm(x, (8,), eps=net.eps) * net.gain + (x > net.limit), eps=1e-5, gain=0.5, limit=0.1),
+NO_DROPOUT: dict[str, nn.Module] = {
+    "eval mode": toy(lambda net, x: F.dropout(x, 0.3, training=False)),
+    "a rate of 0": toy(lambda net, x: F.dropout(x, 0.0)),
+    "other numbers": toy(lambda net, x: F.layer_norm(x, (8,), eps=net.eps) * net.gain + (x > net.limit), eps=1e-5, gain=0.5, limit=0.1),
 }  # fmt: skip
 
 
@@ -130,7 +106,7 @@ class TestForwards:
         model, text = OUT_OF_REACH[name]
         found = find_drop_rates(nn.Sequential(model), X, fake=fake)
         assert found.rates == ()
-        assert found.out_of_reach == {f"Net calls {text}": ("0",)}
+        assert found.out_of_reach == {f"Toy calls {text}": ("0",)}
 
     @pytest.mark.parametrize("name", NO_DROPOUT)
     def test_other_numbers_are_no_rates(self, name: str, fake: bool) -> None:
@@ -157,8 +133,14 @@ class TestKinds:
             return x + net.up(net.down(F.dropout(x, net.rate, net.training)))
 
         layers = {"base": nn.Linear(8, 8), "down": nn.Linear(8, 2), "up": nn.Linear(2, 8)}
-        functions = [weights, lambda net, x: attention(x, net.rate), adapter, residual, FOUND["positional"].function]
-        model = nn.Sequential(*(Net(function, rate=0.1, **layers) for function in functions))
+        functions = [
+            weights,
+            lambda net, x: attention(x, net.rate),
+            adapter,
+            residual,
+            lambda net, x: F.dropout(x, net.rate, net.training),
+        ]
+        model = nn.Sequential(*(toy(function, rate=0.1, **layers) for function in functions))
         found = find_drop_rates(model, X)
         assert sorted(rate.layer for rate in found.aside) == ["0", "1", "2"]
         assert len(found.rates) == 5
@@ -166,20 +148,20 @@ class TestKinds:
 
 class TestPlaces:
     def test_rate_in_a_tensor_is_out_of_reach(self) -> None:
-        model = Net(lambda net, x: F.dropout(x, net.p), p=torch.tensor(0.3))
-        assert list(find_drop_rates(model, X, fake=False).out_of_reach) == ["Net calls dropout with a rate of a tensor"]
+        model = toy(lambda net, x: F.dropout(x, net.p), p=torch.tensor(0.3))
+        assert list(find_drop_rates(model, X, fake=False).out_of_reach) == ["Toy calls dropout with a rate of a tensor"]
 
     def test_rate_in_a_config_object_is_found_once(self) -> None:
         config = SimpleNamespace(dropout=0.3, other=0.5)
-        nets = [Net(lambda net, x: F.dropout(x, net.cfg.dropout, net.training), cfg=config) for _ in range(2)]
+        nets = [toy(lambda net, x: F.dropout(x, net.cfg.dropout, net.training), cfg=config) for _ in range(2)]
         assert rates(nn.Sequential(*nets)) == [("0", "cfg.dropout")]
 
     def test_rate_of_another_module_is_listed_under_that_module(self) -> None:
-        model = Net(lambda net, x: F.dropout(x, net.place.chance), place=Net(lambda net, x: x, chance=0.3))
+        model = toy(lambda net, x: F.dropout(x, net.place.chance), place=toy(lambda net, x: x, chance=0.3))
         assert rates(model) == [("place", "chance")]
 
     def test_part_that_the_example_does_not_run_is_reported(self) -> None:
-        model = Net(lambda net, x: net.used(x), used=nn.Dropout(0.1), tower=nn.Sequential(nn.Linear(8, 8)))
+        model = toy(lambda net, x: net.used(x), used=nn.Dropout(0.1), tower=nn.Sequential(nn.Linear(8, 8)))
         found = find_drop_rates(model, X)
         assert [rate.layer for rate in found.rates] == ["used"]
         assert found.out_of_reach == {"the example does not run": ("tower",)}
@@ -189,11 +171,8 @@ class TestPlaces:
             def __getattribute__(self, name: str) -> Any:
                 raise RuntimeError(name)
 
-        class Owner:
-            pass
-
-        model = Net(lambda net, x: F.dropout(x, net.rate), rate=0.1)
-        vars(model).update(lazy=Lazy(), gone=weakref.proxy(Owner()))
+        model = toy(lambda net, x: F.dropout(x, net.rate), rate=0.1)
+        vars(model).update(lazy=Lazy(), gone=weakref.proxy(nn.ReLU()))
         assert rates(model) == [("", "rate")]
 
 
@@ -201,13 +180,8 @@ class TestKnownModules:
     def test_no_forward_is_needed(self) -> None:
         with pytest.warns(UserWarning, match="num_layers greater than 1"):
             single = nn.LSTM(4, 4, 1, dropout=0.2)
-        parts = [
-            nn.Dropout(0.1),
-            single,
-            nn.GRU(4, 4, 2, dropout=0.2),
-            nn.TransformerEncoderLayer(4, 2),
-            nn.AlphaDropout(),
-        ]
+        parts = [nn.Dropout(0.1), single, nn.GRU(4, 4, 2, dropout=0.2), nn.TransformerEncoderLayer(4, 2)]
+        parts += [nn.AlphaDropout()]
         found = known_drop_rates(nn.Sequential(*parts, hookdrop.DropBlock(0.2, 3), hookdrop.GaussianNoise(0.1)))
         assert [(rate.layer, rate.attribute) for rate in found] == [
             ("0", "p"),
@@ -234,7 +208,7 @@ class TestNoSideEffects:
             return F.dropout(net.norm(x), net.rate) * random.random() * torch.rand(())
 
         config = SimpleNamespace(rate=0.0)
-        model = Net(forward, rate=0.0, gain=0.5, index=0, cfg=config, norm=nn.BatchNorm1d(3)).eval()
+        model = toy(forward, rate=0.0, gain=0.5, index=0, cfg=config, norm=nn.BatchNorm1d(3)).eval()
         before = {name: (value, type(value)) for name, value in vars(model).items()}
         state = {name: value.clone() for name, value in model.state_dict().items()}
         random_states = torch.get_rng_state(), random.getstate()
@@ -253,6 +227,6 @@ class TestNoSideEffects:
 
 def test_an_equal_number_with_another_meaning_is_no_rate() -> None:
     """The slope of an activation, stored first, with the value of a rate that the code has as a constant."""
-    net = Net(lambda m, x: F.dropout(F.leaky_relu(x, m.slope), 0.1, m.training), slope=0.1)
+    net = toy(lambda m, x: F.dropout(F.leaky_relu(x, m.slope), 0.1, m.training), slope=0.1)
     assert not find_drop_rates(net, X).rates
     assert net.slope == 0.1

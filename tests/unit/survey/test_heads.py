@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hookdrop.survey.facts import survey
 from hookdrop.survey.heads import Heads, find_heads
 from hookdrop.survey.trace import record
+from tests.support.models import toy
 
 H, D, L = 4, 3, 5
 
@@ -19,11 +20,8 @@ class Attention(nn.Module):
 
     def __init__(self, kind: str = "") -> None:
         super().__init__()
-        self.kind = kind
-        self.qkv = nn.Linear(8, 3 * H * D)
-        self.outer = nn.RMSNorm(H * D)
-        self.out = nn.Linear(H * D, 8)
-        self.mixing = nn.Linear(H, H)
+        self.kind, self.qkv, self.mixing = kind, nn.Linear(8, 3 * H * D), nn.Linear(H, H)
+        self.outer, self.out = nn.RMSNorm(H * D), nn.Linear(H * D, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = self.kind
@@ -69,16 +67,16 @@ def test_heads_side_by_side(kind: str) -> None:
     assert found(nn.Sequential(nn.Identity(), Attention(kind))) == ({"1.out": Heads(H)}, {})
 
 
-def test_interleaved_heads() -> None:
-    assert found(Attention("interleaved")) == ({"out": Heads(H, interleaved=True)}, {})
-
-
-def test_a_layer_that_mixes_the_heads_gets_them_as_features() -> None:
-    assert found(Attention("mixed")) == ({"mixing": Heads(H)}, {})
-
-
-def test_two_maps_are_one_head() -> None:
-    assert found(Attention("differential")) == ({"out": Heads(H // 2)}, {})
+@pytest.mark.parametrize(
+    ("kind", "layer", "heads"),
+    [
+        ("interleaved", "out", Heads(H, interleaved=True)),
+        ("mixed", "mixing", Heads(H)),  # a layer that mixes the heads gets them as features
+        ("differential", "out", Heads(H // 2)),  # two maps are one head
+    ],
+)
+def test_other_layouts(kind: str, layer: str, heads: Heads) -> None:
+    assert found(Attention(kind)) == ({layer: heads}, {})
 
 
 @pytest.mark.parametrize(
@@ -103,16 +101,10 @@ def test_multihead_attention_is_refused() -> None:
 
 
 def test_a_shared_projection_must_get_the_same_heads() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Attention(), Attention("interleaved")
-            self.second.out = self.first.out
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x))
-
-    assert found(Twice()) == ({}, {"first.out": "its calls differ in the heads"})
+    first, second = Attention(), Attention("interleaved")
+    second.out = first.out
+    twice = toy(lambda m, x: m.second(m.first(x)), first=first, second=second)
+    assert found(twice) == ({}, {"first.out": "its calls differ in the heads"})
 
 
 def test_the_search_for_heads_needs_no_values() -> None:

@@ -10,18 +10,12 @@ from torch import Tensor, nn
 
 from hookdrop.survey.facts import survey
 from hookdrop.survey.samples import Samples
+from tests.support.models import toy
 
 
-class Around(nn.Module):
+def around(before: Callable[[Tensor], Tensor]) -> nn.Module:
     """A linear layer on a rearranged tensor (8, 6) per sample, with a tensor of another batch before it."""
-
-    def __init__(self, before: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.before = before
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.before(x)).sum()
+    return toy(lambda m, x: m.layer(before(x)).sum(), layer=nn.Linear(6, 6))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +33,7 @@ class Around(nn.Module):
 @pytest.mark.parametrize("at", ["input", "output"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_of_samples(before: Callable[[Tensor], Tensor], expected: Samples, at: str, batch: int) -> None:
-    model = Around(before)
+    model = around(before)
     facts = survey(model, torch.zeros(batch, 8, 6))
     assert facts.samples("layer", at) == expected
     assert facts.forwards == (0 if expected.per_sample == 1 else 2)
@@ -55,19 +49,19 @@ def test_rows_of_samples(before: Callable[[Tensor], Tensor], expected: Samples, 
     ids=["mean", "one more", "sorted"],
 )
 def test_rows_of_unknown_samples(before: Callable[[Tensor], Tensor], reason: str) -> None:
-    model = Around(before)
+    model = around(before)
     facts = survey(model, torch.zeros(2, 8, 6))
     assert reason in str(facts.samples("layer"))
 
 
 def test_a_layer_that_does_not_run_has_no_samples() -> None:
-    model = Around(lambda x: x)
+    model = around(lambda x: x)
     model.other = nn.Linear(6, 6)
     assert survey(model, torch.zeros(2, 8, 6)).samples("other") == "it is never called with the example"
 
 
 def test_the_module_with_the_batch_is_the_innermost() -> None:
-    model = nn.Sequential(nn.Identity(), nn.Sequential(Around(lambda x: x.flatten(0, 1))))
+    model = nn.Sequential(nn.Identity(), nn.Sequential(around(lambda x: x.flatten(0, 1))))
     found = survey(model, torch.zeros(2, 8, 6)).samples("1.0.layer")
     assert isinstance(found, Samples)
     assert found.argument == ("1.0", 0, False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 
 from hookdrop.survey.facts import survey
 from hookdrop.survey.tokens import Patches
+from tests.support.models import toy
 
 X = torch.randn(2, 3, 8, 8)
 
@@ -20,12 +19,9 @@ class Transformer(nn.Module):
 
     def __init__(self, kind: str = "", prefix: int = 1, last: bool = False) -> None:
         super().__init__()
-        self.kind, self.last = kind, last
-        self.embed = nn.Conv2d(3, 4, 2, 2)
-        self.prefix = nn.Parameter(torch.randn(1, prefix, 4))
-        self.positions = nn.Parameter(torch.randn(1, 16 + prefix, 4))
-        self.drop = nn.Dropout(0.1)
+        self.kind, self.last, self.embed, self.drop = kind, last, nn.Conv2d(3, 4, 2, 2), nn.Dropout(0.1)
         self.norm, self.mixing = nn.LayerNorm(4), nn.Linear(16 + prefix, 16 + prefix)
+        self.prefix, self.positions = (nn.Parameter(torch.randn(1, n, 4)) for n in (prefix, 16 + prefix))
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [self.prefix.expand(len(x), -1, -1), self.embed(x).flatten(2).mT]
@@ -67,33 +63,21 @@ def test_models_that_need_all_patches(model: nn.Module, reason: str) -> None:
 
 
 def test_text_tokens_among_the_patches_are_not_patches() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.embed, self.join = nn.Embedding(9, 4), nn.Conv2d(3, 4, 2, 2), nn.Identity()
-
-        def forward(self, ids: Tensor, x: Tensor) -> Tensor:
-            y = self.join(torch.cat([self.words(ids), self.embed(x).flatten(2).mT], 1))
-            return F.scaled_dot_product_attention(y, y, y)
-
-    model = Both()
+    model = toy(
+        lambda m, ids, x: F.scaled_dot_product_attention(y := m.join(torch.cat([m.words(ids), m.embed(x).flatten(2).mT], 1)), y, y),
+        words=nn.Embedding(9, 4), embed=nn.Conv2d(3, 4, 2, 2), join=nn.Identity(),
+    )  # fmt: skip
     facts = survey(model, (torch.tensor([[1, 2], [3, 4]]), X))
     assert isinstance(facts.patches, str)
     assert facts.token_embedding == "words"
 
 
-class Text(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.places, self.words = nn.Embedding(9, 4), nn.Embedding(9, 4)
-
-    def forward(self, ids: Tensor) -> Any:
-        return self.places(torch.arange(ids.shape[1])) + self.words(ids.clamp(min=0))
-
-
 def test_the_embedding_of_tokens_is_not_that_of_positions() -> None:
-    model = nn.Sequential(Text())
-    assert survey(model, torch.ones(2, 5, dtype=torch.long)).token_embedding == "0.words"
+    text = toy(
+        lambda m, ids: m.places(torch.arange(ids.shape[1])) + m.words(ids.clamp(min=0)),
+        places=nn.Embedding(9, 4), words=nn.Embedding(9, 4),
+    )  # fmt: skip
+    assert survey(nn.Sequential(text), torch.ones(2, 5, dtype=torch.long)).token_embedding == "0.words"
 
 
 def test_a_model_without_tokens_has_no_embedding() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -35,84 +35,53 @@ class branches(Recipe):
         return [RecipeSite(branch.end, self.regularizer(), group=branch.layer) for branch in survey.branches]
 
 
-@dataclass(frozen=True, eq=False)
-class never_equal(branches):
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    __hash__ = object.__hash__
-
-
-@dataclass(frozen=True)
-class another_rate_each_time(branches):
-    calls: ClassVar[list[int]] = []
-
-    def regularizer(self) -> Regularizer:
-        self.calls.append(1)
-        return DropPath(self.p / len(self.calls))
+def broken(name: str, **changes: Any) -> type[branches]:
+    """A recipe like `branches` with other methods; pickle finds it in this module."""
+    cls = dataclass(frozen=True, eq="__eq__" not in changes)(
+        type(name, (branches,), {"__module__": __name__, **changes})
+    )
+    globals()[name] = cls
+    return cls
 
 
-@dataclass(frozen=True)
-class by_chance(branches):
-    def sites(self, model: nn.Module, survey: Any) -> Sequence[RecipeSite]:
-        return super().sites(model, survey)[int(torch.rand(()) < 0.5) :]
+CALLS: list[int] = []
 
 
-@dataclass(frozen=True)
-class never_called(branches):
-    def sites(self, model: nn.Module, survey: Any) -> Sequence[RecipeSite]:
-        return [*super().sites(model, survey), RecipeSite("unused", DropPath(self.p))]
+def another_rate_each_time(one: Any) -> Regularizer:
+    CALLS.append(1)
+    return DropPath(one.p / len(CALLS))
 
 
-@dataclass(frozen=True)
-class writes_to_weights(branches):
-    def sites(self, model: nn.Module, survey: Any) -> Sequence[RecipeSite]:
-        model.fc.bias.data.add_(1.0)
-        return super().sites(model, survey)
+def writes_to_weights(one: Any, model: Any, survey: Any) -> Sequence[RecipeSite]:
+    model.fc.bias.data.add_(1.0)
+    return sites(one, model, survey)
 
 
-@dataclass(frozen=True)
-class changes_the_momentum(branches):
-    def sites(self, model: nn.Module, survey: Any) -> Sequence[RecipeSite]:
-        model.layer1[0].bn1.momentum *= 0.5
-        return super().sites(model, survey)
+def changes_the_momentum(one: Any, model: Any, survey: Any) -> Sequence[RecipeSite]:
+    model.layer1[0].bn1.momentum *= 0.5
+    return sites(one, model, survey)
 
 
-@dataclass(frozen=True)
-class active_at_rate_0(branches):
-    def regularizer(self) -> Regularizer:
-        return ScaleActivationGrad(0.5)
+def group_inside_the_branch(one: Any, model: Any, survey: Any) -> Sequence[RecipeSite]:
+    return [RecipeSite(branch.end, one.regularizer(), group=f"{branch.layer}.conv2") for branch in survey.branches]
 
 
-@dataclass(frozen=True)
-class no_effect(branches):
-    def regularizer(self) -> Regularizer:
-        return DropPath(0.0)
+def never_called(one: Any, model: Any, survey: Any) -> Sequence[RecipeSite]:
+    return [*sites(one, model, survey), RecipeSite("unused", DropPath(one.p))]
 
 
-@dataclass(frozen=True)
-class mixes_samples(branches):
-    def regularizer(self) -> Regularizer:
-        return MixesSamples(self.p)
-
-
-@dataclass(frozen=True)
-class group_inside_the_branch(branches):
-    def sites(self, model: nn.Module, survey: Any) -> Sequence[RecipeSite]:
-        return [RecipeSite(one.end, self.regularizer(), group=f"{one.layer}.conv2") for one in survey.branches]
-
-
+sites = branches.sites
 BROKEN: dict[type[branches], str] = {
-    never_equal: "has_a_text_form",
-    another_rate_each_time: "has_a_spec",
-    by_chance: "planning_changes_nothing",
-    never_called: "sites_are_called",
-    writes_to_weights: "eval_is_bit_equal",
-    active_at_rate_0: "rate_0_is_bit_equal",
-    changes_the_momentum: "removal_is_bit_equal",
-    no_effect: "training_has_an_effect",
-    mixes_samples: "samples_stay_apart",
-    group_inside_the_branch: "skips_remain_if_all_branches_are_dropped",
+    broken("never_equal", __eq__=lambda one, other: one is other, __hash__=object.__hash__): "has_a_text_form",
+    broken("another_rate", regularizer=another_rate_each_time): "has_a_spec",
+    broken("by_chance", sites=lambda *all: sites(*all)[int(torch.rand(()) < 0.5) :]): "planning_changes_nothing",
+    broken("with_a_layer_that_is_never_called", sites=never_called): "sites_are_called",
+    broken("writing_to_weights", sites=writes_to_weights): "eval_is_bit_equal",
+    broken("active_at_rate_0", regularizer=lambda one: ScaleActivationGrad(0.5)): "rate_0_is_bit_equal",
+    broken("changing_the_momentum", sites=changes_the_momentum): "removal_is_bit_equal",
+    broken("no_effect", regularizer=lambda one: DropPath(0.0)): "training_has_an_effect",
+    broken("mixing_samples", regularizer=lambda one: MixesSamples(one.p)): "samples_stay_apart",
+    broken("group", sites=group_inside_the_branch): "skips_remain_if_all_branches_are_dropped",
 }
 
 

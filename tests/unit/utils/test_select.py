@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fnmatch import fnmatchcase
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -11,41 +12,20 @@ import torch
 from hypothesis import assume, given
 from torch import nn
 
-from hookdrop import (
-    Dropout,
-    HookdropWarning,
-    LayerError,
-    LinearSchedule,
-    inject,
-    plan,
-)
-from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
+from hookdrop import Dropout, HookdropWarning, LayerError, LinearSchedule, inject, plan
 from hookdrop.injection.verbs import place
 from hookdrop.utils.select import named_layers
-from tests.support.models import Small, names
-
-
-def test_empty_module_as_exclude() -> None:
-    model = nn.Sequential(nn.Sequential(), nn.ReLU())
-    drop = inject(model, Dropout(0.5), layers="*", exclude=model[0])
-    assert [site.name for site in drop.sites] == ["1"]
-
+from tests.support.models import Small, names, toy
 
 # --- compared with a reference resolver
 
 NAMES = st.sampled_from(["module", "layer1", "layer10", "layer", "bn1", "bn2", "conv", "0", "1", "10", "a"])
-
-
 TREES = st.recursive(
     st.just({}), lambda inner: st.dictionaries(NAMES, inner, min_size=1, max_size=4), max_leaves=12
 ).filter(bool)
-
-
 SEGMENTS = st.sampled_from(
     ["*", "**", "?", "layer*", "layer1", "layer?", "bn[12]", "bn[!1]", "[0-9]", "1*", "module", "conv", "a", "[a-c]*"]
 )
-
-
 PATTERNS = st.lists(SEGMENTS, min_size=1, max_size=4).map(".".join)
 
 
@@ -134,55 +114,20 @@ def test_functions_and_expressions_get_the_names_of_the_wrapper_if_no_other_matc
 # --- each kind of entry
 
 
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        ("layer2.0.bn2", ["layer2.0.bn2"]),
-        ("layer2.*", ["layer2.0", "layer2.1"]),
-        ("layer2.*.bn[12]", ["layer2.0.bn1", "layer2.0.bn2", "layer2.1.bn1", "layer2.1.bn2"]),
-        ("**.bn2", ["layer1.0.bn2", "layer1.1.bn2", "layer2.0.bn2", "layer2.1.bn2"]),
-        ("**.conv1", ["conv1", "layer1.0.conv1", "layer1.1.conv1", "layer2.0.conv1", "layer2.1.conv1"]),
-        ("layer?.1.conv[!1]", ["layer1.1.conv2", "layer2.1.conv2"]),
-        ("*", ["conv1", "layer1", "layer2", "fc"]),
-    ],
-)
-def test_glob(model: Small, pattern: str, expected: list[str]) -> None:
-    assert names(model, pattern) == expected
-
-
-def test_double_star_matches_every_module_but_the_root(model: Small) -> None:
-    assert names(model, "**") == [name for name, _ in model.named_modules() if name]
-
-
-def test_exact_name_takes_precedence_over_glob() -> None:
-    model = nn.ModuleDict({"a*": nn.Linear(1, 1), "ab": nn.Linear(1, 1)})
-    assert names(model, "a*") == ["a*"]
-
-
-def test_class_matches_subclasses(model: Small) -> None:
+def test_classes_instances_and_predicates(model: Small) -> None:
     class Special(nn.Linear):
         pass
 
     model.fc = Special(8, 10)
     assert names(model, nn.Linear) == ["fc"]
     assert len(names(model, nn.modules.batchnorm._BatchNorm)) == 8
-
-
-def test_instance_matches_only_itself(model: Small) -> None:
     assert names(model, model.layer1[1].bn2) == ["layer1.1.bn2"]
     assert names(model, [model.fc, model.conv1]) == ["conv1", "fc"]
-
-
-def test_root_module_by_instance_or_class() -> None:
-    lstm = nn.LSTM(3, 4)
-    assert names(lstm, lstm) == [""]
-    assert names(lstm, nn.LSTM) == [""]
-
-
-def test_predicate_of_name_and_module(model: Small) -> None:
     wide = names(model, lambda name, module: name.startswith("layer2") and isinstance(module, nn.Conv2d))
     assert wide == ["layer2.0.conv1", "layer2.0.conv2", "layer2.1.conv1", "layer2.1.conv2"]
     assert "" not in names(model, lambda name, module: True)
+    lstm = nn.LSTM(3, 4)
+    assert names(lstm, lstm) == names(lstm, nn.LSTM) == [""]
 
 
 def test_shared_module_is_one_site_found_by_any_of_its_names() -> None:
@@ -210,29 +155,27 @@ def test_named_layers_with_a_module_cycle() -> None:
 # --- error messages
 
 
-def test_unmatched_entry_raises_even_if_others_match(model: Small) -> None:
-    with pytest.raises(LayerError, match=re.escape("did you mean: 'layer2.*', 'layer1.*'")):
-        names(model, ["layer1.*", "layer9.*"])
-    with pytest.raises(LayerError, match="`exclude` contains a pattern"):
-        names(model, "layer1.*", exclude="layer9.*")
-    with pytest.raises(LayerError, match="`exclude` names"):
-        names(model, "layer1.*", exclude="layer9")
-
-
-@pytest.mark.parametrize(
-    ("layers", "says"),
-    [
-        ([], "`layers` is empty"),
-        ("", "contains an empty name"),
-        (dict, "contains the class dict, which is not a torch.nn.Module"),
-        (lambda name, module: False, "contains an entry that matches no module"),
-        *(([entry], "use a name, a glob") for entry in (3, None, 1.5, b"layer1", [["layer1"]])),
-        ({"layer1.*": 1}, "is a mapping"),
-    ],
-)
-def test_invalid_entries_raise(model: Small, layers: object, says: str) -> None:
-    with pytest.raises((LayerError, TypeError), match=says):
-        names(model, layers)
+def test_invalid_entries_raise(model: Small) -> None:
+    """Also if other entries match."""
+    none = lambda name, module: False  # noqa: E731
+    for layers in (
+        [],
+        "",
+        dict,
+        none,
+        3,
+        None,
+        1.5,
+        b"layer1",
+        [["layer1"]],
+        {"layer1.*": 1},
+        ["layer1.*", "layer9.*"],
+    ):
+        with pytest.raises((LayerError, TypeError)):
+            names(model, layers)
+    for exclude in ("layer9.*", "layer9"):
+        with pytest.raises(LayerError, match="`exclude`"):
+            names(model, "layer1.*", exclude=exclude)
 
 
 def test_suggested_patterns_may_add_several_segments() -> None:
@@ -242,43 +185,37 @@ def test_suggested_patterns_may_add_several_segments() -> None:
             names(model, entry)
 
 
-class Iterates(nn.Module):
-    """Calls the children of its container, never the container."""
+def iterates(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Calls the children of its containers, never a container."""
+    for block in m.blocks:
+        x = block(x)
+    return sum(head(x) for head in m.heads)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        self.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 2)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return sum(head(x) for head in self.heads)
+def iterating() -> nn.Module:
+    blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return toy(iterates, blocks=blocks, heads=nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 2)]))
 
 
 class TestSelection:
     def test_plan_without_a_regularizer_has_no_warnings(self, model: Small, images: torch.Tensor) -> None:
         """Errors recommend `print(plan(model, layers="**"))`."""
         model.fc.requires_grad_(False)
-        for listed in (model, Iterates(), nn.TransformerEncoderLayer(8, 2)):
+        for listed in (model, iterating(), nn.TransformerEncoderLayer(8, 2)):
             assert plan(listed, layers="**").warnings == []
             assert plan(listed, Dropout(0.1), layers="**").warnings
         assert plan(model, layers="**", example_input=images).warnings == []
 
-    def test_a_list_of_layers_does_not_count_containers(self) -> None:
-        listed = plan(Iterates(), layers="**")
-        assert listed.counts == {"'**'": len(listed.sites)}
-
     def test_uncalled_container_matched_by_a_pattern_warns(self) -> None:
-        drafted = plan(Iterates(), Dropout(0.1), layers="*", example_input=torch.ones(2, 8))
+        drafted = plan(iterating(), Dropout(0.1), layers="*", example_input=torch.ones(2, 8))
         assert [site.name for site in drafted.sites] == ["blocks"]
         assert "skipped 1 module that the model never calls (containers): 'heads'." in drafted.warnings
         assert any("1 site never called in an eval forward" in text for text in drafted.warnings)
         with pytest.raises(LayerError, match="which is never called: a hook on it never fires"):
-            plan(Iterates(), Dropout(0.1), layers="head*[s]")
+            plan(iterating(), Dropout(0.1), layers="head*[s]")
 
     def test_sites_that_never_run_warn_after_ten_steps(self) -> None:
-        model = Iterates()
+        model = iterating()
         drop = inject(model, Dropout(0.1), layers="blocks", schedule=LinearSchedule(100))
         for _ in range(9):
             model(torch.ones(2, 8))
@@ -287,23 +224,10 @@ class TestSelection:
             drop.step()
         drop.step()
 
-    def test_sites_that_never_run_warn_without_a_schedule(self) -> None:
-        """The model's weights show that it trains, even without a PyTorch optimizer."""
-        model = Iterates()
-        drop = inject(model, Dropout(0.1), layers="blocks")
-        drop.state_dict()
-        for _ in range(UPDATES_BEFORE_WARNING):
-            model(torch.ones(2, 8)).sum().backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 1e-3 * parameter.grad
-        with pytest.warns(HookdropWarning, match="'blocks' never ran"):
-            drop.remove()
-
     def test_multihead_attention_out_proj_is_never_called(self) -> None:
         """Its parent uses its weights; this is known without an example."""
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
-        with pytest.raises(LayerError, match="'layers.0.self_attn.out_proj' is a NonDynamicallyQuantizableLinear"):
+        with pytest.raises(LayerError, match="self_attn.out_proj"):
             inject(model, Dropout(0.1), layers="layers.0.self_attn.out_proj")
         with pytest.raises(LayerError, match="which is never called: a hook on it never fires"):
             inject(model, Dropout(0.1), layers="**.out_proj")
@@ -312,10 +236,8 @@ class TestSelection:
         """`layer1.**` matches the blocks and all of their submodules."""
         drafted = plan(model, Dropout(0.1), layers="layer1.**")
         (warning,) = drafted.warnings
-        assert warning == (
-            "8 of 10 sites are nested inside other sites: activations are regularized up to 2 times (effective rate "
-            "0.19), at 'layer1.0' > 'layer1.0.conv1'.\n  for one level only, end the pattern in '.*', not '.**'."
-        )
+        assert "8 of 10 sites are nested inside other sites" in warning
+        assert "effective rate 0.19" in warning
         with pytest.warns(HookdropWarning, match="nested inside other sites"):
             place(drafted)
 

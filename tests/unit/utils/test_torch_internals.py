@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -35,16 +38,6 @@ class RecordingMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
-
-
-def in_backward(look: object) -> list[object]:
-    """Return what `look` returns inside a backward pass."""
-    found: list[object] = []
-    x = torch.ones(2, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda _: found.append(look()))  # type: ignore[operator]
-    y.sum().backward()
-    return found
 
 
 def test_every_name_has_a_canary_test() -> None:
@@ -172,20 +165,23 @@ class Tagged(torch.Tensor):
     """A subclass that wraps results, as MONAI's MetaTensor."""
 
 
+TAGGED = torch.ones(2).as_subclass(Tagged)
+
+
 def test_PLAIN_TYPES() -> None:
-    assert [type(x) in internals.PLAIN_TYPES for x in (torch.ones(1), nn.Parameter(torch.ones(1)))] == [True, True]
+    assert {torch.Tensor, nn.Parameter} <= set(internals.PLAIN_TYPES)
     assert Tagged not in internals.PLAIN_TYPES
 
 
 def test_wraps_results() -> None:
-    assert internals.wraps_results(torch.ones(2).as_subclass(Tagged))
+    assert internals.wraps_results(TAGGED)
     assert not internals.wraps_results(torch.ones(2))
 
 
 def test_on_plain_tensor() -> None:
     """The function gets a plain tensor, and the subclass wraps the result."""
     seen = []
-    y = internals.on_plain_tensor(lambda x: seen.append(type(x)) or x + 1, torch.ones(2).as_subclass(Tagged))
+    y = internals.on_plain_tensor(lambda x: seen.append(type(x)) or x + 1, TAGGED)
     assert (seen, type(y)) == ([torch.Tensor], Tagged)
 
 
@@ -205,31 +201,25 @@ def test_dispatch_modes() -> None:
         assert internals.dispatch_modes() == 1
 
 
+def looked(look: Callable[[], object], run: Callable[[Callable[[Tensor], Tensor]], object]) -> list[object]:
+    """Return what `look` returns in each call of a function that `run` runs, with a sum as its result."""
+    found: list[object] = []
+    run(lambda x: found.append(look()) or x.sum())
+    return found
+
+
 def test_is_tracing() -> None:
     """Without it, `torch.jit.trace` silently records a fixed mask."""
-    found = []
-
-    def function(x: Tensor) -> Tensor:
-        found.append(internals.is_tracing())
-        return x * 2
-
-    torch.jit.trace(function, torch.ones(2), check_trace=False)
+    trace = lambda function: torch.jit.trace(function, torch.ones(2), check_trace=False)  # noqa: E731
     assert not internals.is_tracing()
-    assert found == [True]
+    assert looked(internals.is_tracing, trace) == [True]
 
 
 def test_functorch_stack() -> None:
     """Without it, `torch.func` transforms of a regularizer fail, or all slices of a `vmap` share one mask."""
-    found = []
-
-    def function(x: Tensor) -> Tensor:
-        found.append(internals.functorch_stack() is not None)
-        return x.sum()
-
-    vmap(function)(torch.ones(2, 2))
-    grad(function)(torch.ones(2))
     assert internals.functorch_stack() is None
-    assert found == [True, True]
+    for run in (lambda function: vmap(function)(torch.ones(2, 2)), lambda function: grad(function)(torch.ones(2))):
+        assert None not in looked(internals.functorch_stack, run)
 
 
 def test_without_dispatch_modes() -> None:
@@ -262,28 +252,18 @@ def test_forward_ad_level() -> None:
 
 def test_is_proxy_tracing() -> None:
     """Without it, a `make_fx` graph has a fixed number of seeds: the number drawn during tracing."""
-    found = []
-
-    def function(x: Tensor) -> Tensor:
-        found.append(internals.is_proxy_tracing())
-        return x * 2
-
-    make_fx(function)(torch.ones(2))
+    assert looked(internals.is_proxy_tracing, lambda function: make_fx(function)(torch.ones(2))) == [True]
     with RecordingMode():
-        found.append(internals.is_proxy_tracing())
-    assert found == [True, False]
+        assert not internals.is_proxy_tracing()
 
 
 def test_vmap_randomness() -> None:
     """Without it, the `randomness` setting of `vmap` is unknown: one mask for all slices, or one each."""
-    found = []
 
-    def function(x: Tensor) -> Tensor:
-        found.append(internals.vmap_randomness())
-        return x.sum()
+    def run(function: Any) -> None:
+        vmap(vmap(grad(function), randomness="same"), randomness="different")(torch.ones(2, 3, 4))
 
-    vmap(vmap(grad(function), randomness="same"), randomness="different")(torch.ones(2, 3, 4))
-    assert found == [("different", "same")]
+    assert looked(internals.vmap_randomness, run) == [("different", "same")]
     assert internals.vmap_randomness() == ()
 
 
@@ -299,7 +279,9 @@ def test_node_sequence_number() -> None:
 def test_graph_task() -> None:
     """Without it, a checkpoint's recompute counts as a new forward, at the current rate."""
     assert internals.graph_task() == -1
-    assert in_backward(internals.graph_task) != [-1]
+    found: list[int] = []
+    Look.apply(torch.ones(2, requires_grad=True), lambda _: found.append(internals.graph_task())).sum().backward()
+    assert found != [-1]
 
 
 def test_sequence_number() -> None:
@@ -328,16 +310,10 @@ def test_saved_tensors_hooks() -> None:
     if internals.saved_tensors_hooks is None:
         assert torch.__version__ < (2, 8), "available since PyTorch 2.8"
         return
-    found = []
-    layer = nn.Linear(2, 2)
-
-    def function(x: Tensor) -> Tensor:
-        found.append(internals.saved_tensors_hooks(True) is not None)  # type: ignore[misc]
-        return layer(x)
-
-    function(torch.ones(2))
-    checkpoint(function, torch.ones(2), use_reentrant=False)
-    assert found == [False, True]
+    hooks = internals.saved_tensors_hooks
+    assert hooks(True) is None
+    run = lambda function: checkpoint(lambda x: function(x).sin(), torch.ones(2), use_reentrant=False)  # noqa: E731
+    assert None not in looked(lambda: hooks(True), run)
 
 
 # --- the compiler (more in tests/integration/compile/test_torch_internals.py)
@@ -410,3 +386,61 @@ def test_was_loaded() -> None:
     assert not internals.was_loaded(optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
     assert internals.was_loaded(optimizer)
+
+
+class Seeing(TorchFunctionMode):
+    """Records the functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_opened() -> None:
+    """Without it, DropKey cannot reach the scores of `nn.MultiheadAttention`."""
+    x, weight = torch.randn(4, 2, 8), torch.randn(24, 8)
+    rest = (8, 2, weight, None, None, None, False, 0.0, torch.randn(8, 8), None)
+    function = nn.functional.multi_head_attention_forward
+    with Seeing() as hidden:
+        expected = function(x, x, x, *rest)
+    with Seeing() as shown:
+        found = internals.opened(function)(x, x, x, *rest)
+    torch.testing.assert_close(found, expected)
+    assert hidden.seen == ["multi_head_attention_forward"]
+    assert "softmax" in shown.seen
+
+
+def test_remove_function_mode() -> None:
+    """Without it, a mode that a KeyboardInterrupt left would stay, or take another one along."""
+    below, lost, above = Seeing(), Seeing(), Seeing()
+    with below:
+        lost.__enter__()
+        with above:
+            internals.remove_function_mode(lost)
+            torch.ones(1).neg()
+    assert "neg" in above.seen
+    assert "neg" in below.seen
+    assert not lost.seen
+    internals.remove_function_mode(lost)  # a mode that is not there
+
+
+def test_skip_frames_of() -> None:
+    """Without it, a hook that compiled code calls between two graphs would be compiled alone."""
+    found = []
+
+    def alone(x: Tensor) -> Tensor:
+        found.append(torch.compiler.is_compiling())
+        return x + 1
+
+    def call(x: Tensor) -> Tensor:
+        return alone(x)
+
+    internals.skip_frames_of(alone)
+    torch.compile(alone, backend="eager")(torch.ones(1))
+    assert found == [False]
+    assert torch.compile(call, backend="eager", fullgraph=True)(torch.ones(1)) == 2
+    assert found[1] is True

@@ -1,4 +1,4 @@
-"""Checks of two_ranks.py: NEFTune, LayerDrop, HeadDropout and DropPath on a subset, in DDP and FSDP2."""
+"""Checks of two_ranks.py: NEFTune, LayerDrop, HeadDropout, DropPath on a subset, and dropped weights, in DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from hookdrop import DropPath, HeadDropout, LayerDrop, NEFTune, inject, seed_per_rank
+from hookdrop import Dropout, DropPath, HeadDropout, LayerDrop, Mixout, NEFTune, inject, seed_per_rank
 
 IDS = torch.arange(24).view(4, 6)
 MASK = torch.ones(4, 6, dtype=torch.long)
@@ -54,6 +54,8 @@ def place(model: nn.Module) -> None:
     inject(model, LayerDrop(0.5), layers="layers.*")
     inject(model, HeadDropout(0.3, heads=4), layers="layers.*.proj")
     inject(model, DropPath(0.5, mode="subset"), layers="layers.*.mlp")
+    inject(model, Dropout(0.5), layers=["embed", "layers.*.qkv"], at="parameters", on_existing="stack")
+    inject(model, Mixout(0.5), layers="head")
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:

@@ -1,0 +1,138 @@
+"""What happens before the first run: check data, models and layers; estimate runs, duration and power."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+import hookdrop
+from comparison.analysis.inference import LEVEL, detectable, smallest_p
+from comparison.analysis.text import plural
+from comparison.data.catalog import check, load
+from comparison.engines.store import Store
+from comparison.run import models
+from comparison.run.run_setup import at_final_rate, prepare, steps_of
+from comparison.run.training import CURVE_POINTS, batch_of, step
+from comparison.spec import arms
+from comparison.spec.config import NONE
+from comparison.spec.run_spec import ConfigError, Data, Model, Run
+from comparison.spec.study import Study
+
+TIMED_STEPS = 3
+START_SECONDS = 8.0
+"""Start-up time of a worker (imports), in seconds, as measured on two cores."""
+
+
+@dataclass
+class Findings:
+    """Notes on the data by cell, such as the number of skipped images, and the plan of each arm in the first cell."""
+
+    remarks: dict[str, list[str]]
+    plans: dict[str, str]
+
+
+def check_study(study: Study) -> Findings:
+    """Load every dataset, build every model, plan every arm, and try a training step on two images."""
+    found, errors = Findings({}, {}), list[str]()
+    for data, model in study.config.cells():
+        try:
+            cell = study.run(data, model, NONE, 0).cell
+            found.remarks[cell] = check(data, study.seeds, study.config.batch_size)
+            with torch.random.fork_rng(devices=[]):
+                errors += _plan(study, data, model, found)
+        except Exception as error:  # of any library
+            errors.append(_text(f"{model.name} on {data.name}", error))
+        errors += [] if errors else _try_steps(study, data, model)
+    if errors:
+        raise ConfigError("\n\n".join([*errors, "Nothing was trained."]))
+    return found
+
+
+def _plan(study: Study, data: Data, model: Model, found: Findings) -> Iterator[str]:
+    """Plan each arm, and yield the errors."""
+    task = load(data)
+    split = task.split(data.train_size, data.validation_size, study.config.first_seed)
+    built = models.build(model, task.classes, task.shape[0])
+    steps, example = steps_of(study.run(data, model, NONE, 0), len(split.train)), torch.zeros(2, *task.shape)
+    for arm in study.arms[1:]:
+        try:
+            if (spec := arms.injection(arm, built, example)) is not None:
+                plan = hookdrop.plan(built, spec, total_steps=steps, example_input=example)
+                found.plans.setdefault(arm.name, str(plan))
+        except (hookdrop.HookdropError, ValueError, TypeError, ImportError) as error:
+            yield _text(f"{arm.name} on {model.name}", error)
+
+
+def _try_steps(study: Study, data: Data, model: Model) -> Iterator[str]:
+    """Take one training step on two images with each arm at its full rate, and yield the errors."""
+    for arm in study.arms:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                run = study.run(data, model, arm, 0).model_copy(update={"batch_size": 2, "compile": False})
+                setup = at_final_rate(run)
+                step(setup, *batch_of(setup))
+        except Exception as error:  # third-party models may raise anything
+            yield _text(f"cannot train {model.name} with {arm.name}", error)
+
+
+def _text(where: str, error: Exception) -> str:
+    """The message without its last line, which the combined message has once."""
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    text = f"{where}: {kind}{error}".removesuffix("\nNothing was trained.")
+    return text.removesuffix("\nNo hook was placed; the model is unchanged.")
+
+
+def outlook(study: Study, store: Store, workers: int) -> str:
+    """How many runs are missing, how long they take, and which differences this number of pairs can show.
+
+    Tuning and final runs start workers, and last as long as their longest run or longer.
+    """
+    known, measured, lines = store.records(), dict[str, float](), list[str]()
+    tuning = [run for search in study.searches().values() for run in search.runs()]
+    finals = [run for entry in study.entries({}) for run in entry.runs.values()]
+    minutes = study.config.timing / 60
+    for title, runs in (("tuning runs", tuning), ("final runs", finals)):
+        wanted = {run.key: run for run in runs}
+        missing = [run for key, run in wanted.items() if key not in known]
+        for run in missing:
+            if run.cell not in measured:
+                measured[run.cell] = estimate_seconds(run.model_copy(update={"arm": NONE, "compile": False}))
+        seconds = [measured[run.cell] for run in missing]
+        minutes += (START_SECONDS + max(*seconds, sum(seconds) / workers, 0.0)) / 60 if seconds else 0.0
+        each = f", {statistics.fmean(seconds):.1f} s each" if seconds else ""
+        lines += [f"{title}: {len(missing)} to train{each}; {len(wanted) - len(missing)} in the store"] if runs else []
+    lines.append(f"About {minutes:.0f} minutes with {plural(workers, 'worker')}.")
+    pairs, arms = study.config.seeds, sum(arm.kind not in ("none", "probe") for arm in study.arms)
+    smallest = min(1.0, arms * smallest_p(pairs))
+    lines.append(
+        f"{plural(pairs, 'pair')} detect differences of {detectable(pairs):.2g} standard deviations of the paired "
+        f"differences with 80 % power: {detectable(pairs):.2g} points of accuracy if the pairs vary by 1 point. The "
+        f"smallest p after Holm's correction over {plural(arms, 'arm')} is {smallest:.2g}."
+    )
+    if smallest > LEVEL:
+        needed = next(more for more in range(pairs, 100) if arms * smallest_p(more) <= LEVEL)
+        lines.append(f"No difference can be significant at 5 %: use --seeds {needed} or more.")
+    return "\n".join(lines)
+
+
+def estimate_seconds(run: Run) -> float:
+    """Extrapolate the duration of a run from a few steps and one validation."""
+    torch.set_num_threads(1)
+    setup = prepare(run)
+    setup.forward.train()
+    batch = batch_of(setup)
+    step(setup, *batch)
+    started = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        step(setup, *batch)
+    stepped = time.perf_counter()
+    some = setup.split.validation[:256]
+    setup.logits(some)
+    each = (time.perf_counter() - stepped) / len(some)
+    steps = min(run.max_steps or 10**12, steps_of(run, len(setup.split.train)))
+    images = CURVE_POINTS * len(setup.split.validation) + len(setup.split.test)
+    return (stepped - started) / TIMED_STEPS * steps + each * images

@@ -1,0 +1,203 @@
+"""The hook that regularizes parameters of a module, for the duration of one call.
+
+An attribute of the instance hides the parameter of the same name from the module's `forward`. So `_parameters`, and
+with it `state_dict`, `named_parameters()` and the optimizer, never change. A hook at the end of the call, which also
+runs after an error, removes the attribute.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
+
+from hookdrop.hooks.call_context import CallValue
+from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.state import InjectionState
+from hookdrop.regularizers.base import Regularizer
+from hookdrop.utils.errors import InjectionError, LayerError
+from hookdrop.utils.tables import some
+from hookdrop.utils.tensor_tree import TensorKey, detached_copy, fits
+
+START = "start"
+
+
+def select_parameters(module: nn.Module, which: TensorKey, layer: str) -> list[str]:
+    """Return the names of the parameters that `which` selects: a glob; None for those with at least two axes.
+
+    Raises:
+        LayerError: there is none, or it cannot be replaced during a call.
+    """
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    matrices = (name for name, x in own.items() if is_lazy(x) or x.dim() > 1)
+    chosen = list(matrices) if which is None else [name for name in own if fnmatchcase(name, str(which))]
+    where = f"{layer!r} ({type(module).__name__})"
+    if not chosen and is_parametrized(module):
+        parametrized: Any = module.parametrizations
+        raise LayerError(
+            f"{where} computes {some(list(parametrized))} from other parameters (a parametrization).\n"
+            f'  hook the result: layers="{layer}.parametrizations.*", at="output"'
+        )
+    if not chosen:
+        wanted = "with two or more axes" if which is None else f"named {which!r}"
+        owners = dict.fromkeys(name.rpartition(".")[0] for name, _ in module.named_parameters() if "." in name)
+        inside = f"name its layers: {some([f'{layer}.{name}' for name in owners])}" if owners else "choose other layers"
+        raise LayerError(
+            f"{where} has no parameter {wanted}; its own are: {named_shapes(own) or 'none'}.\n"
+            f'  {inside}, or choose by name: tensor="weight*"'
+        )
+    for name in chosen:
+        if is_lazy(own[name]) or not fits(own[name]):
+            raise LayerError(
+                f"{where}: {name!r} is not a floating-point tensor with a shape ({own[name].dtype}; quantized? lazy?)\n"
+                f"  exclude {layer!r}, or inject before it is quantized and after the first forward of a lazy module."
+            )
+        if inspect.isdatadescriptor(getattr(type(module), name, None)):
+            raise LayerError(f"{where}: {name!r} is a property of its class: exclude {layer!r}.")
+    return chosen
+
+
+def named_shapes(parameters: Mapping[str, Tensor]) -> str:
+    """Return the names with the shapes."""
+    return some([name if is_lazy(x) else f"{name} {tuple(x.shape)}" for name, x in parameters.items()]).replace("'", "")
+
+
+def check_parameters(regularizer: Regularizer, module: nn.Module, which: TensorKey, layer: str) -> str:
+    """Return the parameters that `which` selects as text, or raise if the regularizer or the choice is wrong.
+
+    A regularizer of activations is wrong, because these have samples, channels or positions.
+    """
+    if (
+        regularizer.axes.startswith("N")
+        or set(regularizer.needs) - {START}
+        or regularizer.only_at not in (None, "parameters")
+    ):
+        raise InjectionError(
+            f"inject: {regularizer.title} acts on activations, got at='parameters'.\n"
+            "  for parameters: Dropout(p=0.5), GaussianNoise(std=0.01) or Mixout(p=0.5)"
+        )
+    chosen = {name: getattr(module, name) for name in select_parameters(module, which, layer)}
+    if which is None and len(chosen) > 1 and regularizer.only_at is None:
+        raise LayerError(
+            f"{layer!r} ({type(module).__name__}) has {len(chosen)} parameters with two or more axes: "
+            f"{named_shapes(chosen)}.\n  choose by name or pattern: tensor={list(chosen)[-1]!r}, tensor='*weight*'"
+        )
+    if START in regularizer.needs and any(x.is_meta or hasattr(x, "placements") for x in chosen.values()):
+        raise InjectionError(
+            f"inject: {regularizer.title} needs all values of a parameter, which {layer!r} does not have (meta device, "
+            "or sharded).\n  inject after the weights are loaded, and before fully_shard."
+        )
+    return named_shapes(chosen)
+
+
+def tied_elsewhere(root: nn.Module, sites: Mapping[str, nn.Module], which: TensorKey) -> list[str]:
+    """Return a warning if a regularized parameter is also one of a layer that is not a site."""
+    chosen = {id(getattr(sites[s], name)) for s in sites for name in select_parameters(sites[s], which, s)}
+    every = root.named_parameters(remove_duplicate=False)
+    others = [name for name, one in every if id(one) in chosen and name.rpartition(".")[0] not in sites]
+    return [f"{some(others)} shares a regularized weight, and stays as it is."] if others else []
+
+
+class ParameterHook(SiteHook):
+    """A forward pre-hook that regularizes parameters of the module until the call ends."""
+
+    own = (*SiteHook.own, "hidden")
+
+    def __init__(
+        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState
+    ) -> None:
+        self.names: list[str] = []
+        """The parameters, from `place` on."""
+        self.start: dict[str, Tensor] = {}
+        """Their values at the injection, if the regularizer needs them."""
+        super().__init__(site, regularizer, p_scale, tensor, state, "parameters")
+
+    def _start(self) -> None:
+        self.hidden = CallValue()  # the attributes that the call in progress has replaced
+        super()._start()
+
+    def place(self, module: nn.Module) -> None:
+        self.names = select_parameters(module, self.tensor, self.site)
+        if START in self.regularizer.needs:
+            self.start = {name: detached_copy(getattr(module, name)) for name in self.names}
+        # Prepended, because the pre-hooks of pruning and weight norm compute weights from the parameters; but after the
+        # pre-hook of FSDP2, which gathers them. The last hook that hides a parameter is the first that restores it.
+        gathers = hasattr(module, "reshard")
+        self.handle = module.register_forward_pre_hook(self, with_kwargs=True, prepend=not gathers)
+        self.accompany(module.register_forward_hook, ParameterHook.restore, always_call=True, prepend=gathers)
+
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
+        if self.hidden.stack:
+            self.settle(module)
+        return super().__call__(module, args, *rest)
+
+    def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
+        changed: dict[str, Any] = {}
+        for name in self.names:
+            x = self._parameter(module, name)
+            y = fn(x, start=self._start_of(name, x)) if self.start else fn(x)
+            if y is not x:
+                changed[name] = y
+        if changed:
+            self._hide(module, changed)
+
+    def _parameter(self, module: nn.Module, name: str) -> Tensor:
+        replica = getattr(module, "_is_replica", False)  # DataParallel's have attributes instead of parameters
+        by_others = name in vars(module) and not any(name in (hook.hidden.value or ()) for hook in _hooks_on(module))
+        if not replica and (by_others or name not in module._parameters):
+            raise InjectionError(
+                f"{self.where}: {name!r} is no longer a parameter (pruned, parametrized or in FSDP after inject?), or "
+                'two threads call the layer at once.\n  inject again with on_existing="replace"; '
+                "shard with fully_shard, which keeps parameters; give each thread a copy of the model."
+            )
+        x: Tensor = getattr(module, name)
+        if hasattr(x, "placements") or not fits(x):
+            raise InjectionError(
+                f"{self.where}: {name!r} is a {type(x).__name__} ({x.dtype}): each rank would drop other elements of "
+                'its part.\n  at="output" works with sharded and quantized weights.'
+            )
+        return x
+
+    def _start_of(self, name: str, x: Tensor) -> Tensor:
+        if self.start[name].device != x.device:
+            self.start[name] = self.start[name].to(x.device)
+        return self.start[name].to(x.dtype)
+
+    def _hide(self, module: nn.Module, changed: dict[str, Any]) -> None:
+        attributes = vars(module)
+        if "_flat_weights" in attributes:  # nn.LSTM and nn.GRU pass this list to the kernel
+            names: Any = module._flat_weights_names
+            weights = [changed.get(name, getattr(module, name)) for name in names]
+            changed |= {"_flat_weights": weights, "_flat_weight_refs": [weakref.ref(weight) for weight in weights]}
+        self.hidden.start({name: attributes.get(name) for name in changed})
+        attributes.update(changed)
+
+    @property
+    def start_norm(self) -> float:
+        """The norm of all values at the injection, by which a resumed run tells whether they are the same."""
+        return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in self.start.values()))
+
+    def restore(self, module: nn.Module, *_: Any) -> None:
+        """Show the parameters again; a value of None stands for an attribute that the module did not have."""
+        for name, value in (self.hidden.end() or {}).items():
+            if value is None:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
+
+    def settle(self, module: nn.Module) -> None:
+        for hook in reversed(_hooks_on(module)):
+            while hook.hidden.stack:
+                hook.restore(module)
+
+
+def _hooks_on(module: nn.Module) -> list[ParameterHook]:
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ParameterHook)]

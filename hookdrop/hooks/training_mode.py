@@ -1,0 +1,68 @@
+"""Training mode for the forward of one module, but not for the modules inside it: to sample its functional dropout."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hookdrop.hooks.registry import CompanionHook
+
+
+class TrainingMode:
+    """Sets the flag of a module before its forward, and restores it after the forward, until it is removed.
+
+    So the flag is right after `model.eval()`, all other hooks see the old one, and a copy of the model has it too.
+    """
+
+    active: ClassVar[set[TrainingMode]] = set()
+    fast_path: ClassVar[bool] = True
+    """Whether PyTorch may run a whole transformer layer as one kernel, which ignores the flags inside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        if not self.active:
+            TrainingMode.fast_path = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        self.active.add(self)
+        self._before: list[tuple[nn.Module, bool]] = []  # of the running forwards
+        enter, leave = _Switch(self, TrainingMode._enter), _Switch(self, TrainingMode._leave)
+        enter.handle = self.handle = module.register_forward_pre_hook(enter)
+        # The first after the forward, so that pairs of hooks are nested.
+        leave.handle = module.register_forward_hook(leave, prepend=True, always_call=True)
+        self._handles = enter.handle, leave.handle
+
+    handle: RemovableHandle | None
+
+    def _enter(self, module: nn.Module, *call: Any) -> None:
+        self._before.append((module, module.training))
+        module.training = True
+
+    def _leave(self, module: nn.Module, *call: Any) -> None:
+        for index, (running, training) in reversed(list(enumerate(self._before))):
+            if running is module:  # not a replica of it on another device
+                module.training = training
+                del self._before[index]
+                break
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.handle = None
+        for module, training in reversed(self._before):  # an interrupt runs no hooks
+            module.training = training
+        self.active.discard(self)
+        if not self.active:
+            torch.backends.mha.set_fastpath_enabled(self.fast_path)
+
+
+class _Switch(CompanionHook):
+    """A hook that copies and pickles of the module do not inherit: theirs does nothing."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nullcontext().__exit__.__reduce__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return nullcontext().__exit__

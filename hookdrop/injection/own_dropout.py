@@ -1,0 +1,152 @@
+"""The dropout that a model already has while it drops: the modules that run it, and what each of its calls does."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hookdrop.hooks.registry import hooks_removed
+from hookdrop.hooks.state import InjectionState
+from hookdrop.injection.measurement import Record, dropped_elements, require_values
+from hookdrop.injection.sinks import AttributeSink, ObservedRate
+from hookdrop.survey.drop_rates import ATTENTION, DROPS, RECURRENT, DropRate, active_rate, known_drop_rates
+from hookdrop.survey.facts import survey
+from hookdrop.survey.isolation import forked_rng
+from hookdrop.survey.sampling import Runners, runners_of
+from hookdrop.survey.trace import Op
+from hookdrop.utils.errors import InjectionError
+from hookdrop.utils.names import unwrapped
+from hookdrop.utils.tensor_tree import first_tensor, map_leaves
+
+# --- sampling
+
+
+def find_runners(model: nn.Module, state: InjectionState) -> None:
+    """Find the modules that have to be in training mode to sample the dropout of `state`, before its first sampling.
+
+    Raises:
+        InjectionError: training mode would change more than the dropout.
+    """
+    own = [sink for sink in state.live.members if isinstance(sink, AttributeSink)]
+    own = [sink for sink in own if sink.target] or own
+    if all(sink.runners is not None for sink in own):
+        return
+    root = (state.live.root and state.live.root()) or unwrapped(model)
+    modules = dict(root.named_modules())
+    names = {module: name for name, module in reversed(modules.items())}
+    rates = {sink: DropRate(names[module], sink.attribute) for sink in own if (module := sink.module()) in names}
+    with hooks_removed(model):
+        runners = _runners(root, state, rates.values())
+    for sink, rate in rates.items():
+        sink.runners = [weakref.ref(modules[name]) for name in runners[rate]]
+
+
+def _runners(root: nn.Module, state: InjectionState, rates: Collection[DropRate]) -> Runners:
+    try:
+        state.live.survey = state.live.survey or survey(root)
+    except InjectionError as error:
+        if not {*rates} <= {*known_drop_rates(root)}:
+            raise InjectionError(
+                f"sampling(): {state.name!r} was copied without the example input that shows which modules drop.\n"
+                '  inject it here: inject(model, set_dropout(), example_input=x, on_existing="replace")'
+            ) from error
+        return {rate: (rate.layer,) for rate in rates}  # modules that only drop need no example
+    return runners_of(state.live.survey, rates)
+
+
+# --- measuring
+
+
+@contextmanager
+def observed_into(sinks: Sequence[AttributeSink], record: Record) -> Iterator[None]:
+    """Pass what the drops at these rates do in the forwards inside to `record`."""
+    seen = _Seen()
+    with ExitStack() as stack:
+        for sink in sinks:
+            module = sink.module()
+            if module is None:
+                continue
+            sink.observers.append(record)
+            stack.callback(_unobserve, sink, record)
+            sink.show()
+            if "." not in sink.attribute and not any(module.children()):
+                stack.callback(module.register_forward_pre_hook(partial(seen.module, sink)).remove)
+        yield stack.enter_context(seen)
+
+
+def _unobserve(sink: AttributeSink, record: Record) -> None:
+    if sink.placed:
+        sink.observers.remove(record)
+        sink.show()
+
+
+class _Seen(TorchFunctionMode):
+    """Recognizes drops by the rates that arrive at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: set[AttributeSink] = set()
+        """Those whose module only drops: its forward is one call, however it drops."""
+
+    def module(self, sink: AttributeSink, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Measure the call of a module that returns its input in eval mode, before the call."""
+        x, trains = args[0] if args else None, module.training or bool(sink.training_modes)
+        observed = isinstance(getattr(module, sink.attribute), ObservedRate)  # not while a survey runs the model
+        if not isinstance(x, Tensor) or not sink.value or not trains or not observed:
+            return
+
+        def forward(x: Tensor, training: bool = True) -> Any:
+            before, module.training = module.training, training
+            try:
+                return module.forward(x, *args[1:])
+            finally:
+                module.training = before
+
+        with forked_rng(x):
+            if forward(x, False) is x:
+                self.modules.add(sink)
+                _measure(sink, forward, x)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = [value for value in (*args, *kwargs.values()) if isinstance(value, ObservedRate)]
+        if not found:
+            return function(*args, **kwargs)
+        sink, op = found[0].sink, Op(0, function.__name__.strip("_"), function, args, kwargs, (), None)
+
+        def call(rate: float, *first: Any) -> Any:
+            plain, named = map_leaves(((*first, *args[len(first) :]), kwargs), lambda x: rate if x is found[0] else x)
+            return function(*plain, **named)
+
+        if sink in self.modules or not _drops(op):
+            pass
+        elif op.name in DROPS:
+            _measure(sink, partial(call, sink.value), args[0])
+        else:  # inside a fused operation, which is measured by its result
+            x = first_tensor(args)
+            with forked_rng(x):
+                before = first_tensor(call(0.0))
+            with forked_rng(x):
+                sink.observe(before, first_tensor(call(sink.value)), None)
+        return call(sink.value)
+
+
+def _drops(op: Op) -> bool:
+    """Whether a function that gets a rate drops at it."""
+    if op.name in RECURRENT:  # its flag follows the rate
+        return any(isinstance(rate, ObservedRate) and flag for rate, flag in pairwise(op.args))
+    return (op.name in DROPS or op.name in ATTENTION) and bool(active_rate(op))
+
+
+def _measure(sink: AttributeSink, drop: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    require_values(x)
+    dropped = dropped_elements(lambda x: drop(x.clone()), x)  # it may drop in place
+    with forked_rng(x):
+        sink.observe(x, drop(x.clone()), dropped)

@@ -1,0 +1,158 @@
+"""Find the modules that have to be in training mode for the dropout of a model to drop, and what else that changes.
+
+The model runs once in eval mode with only these modules in training mode. With the drops replaced by their inputs, the
+operations must be those of eval mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import zip_longest
+from typing import Any
+
+from torch import nn
+
+from hookdrop.survey.drop_rates import ATTENTION, DROPS, RECURRENT, DropRate, active_rate, arrivals_of
+from hookdrop.survey.facts import Survey
+from hookdrop.survey.trace import Call, Node, Op, Trace, record
+from hookdrop.utils.errors import InjectionError
+from hookdrop.utils.tables import some
+from hookdrop.utils.tensor_tree import map_leaves
+
+Runners = Mapping[DropRate, tuple[str, ...]]
+"""The names of the modules whose own forward runs the drops of each rate."""
+Step = tuple[Any, Call | None, str]
+"""What was computed, in a form that is equal in equal forwards; where; and its description."""
+_SAME = {*DROPS, "contiguous"}
+"""Functions that return the values of their input: attention has another memory layout if it drops."""
+_MASKS = {"mul", "div", "where", "masked_fill"}
+
+
+def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
+    """Return the modules that have to be in training mode for the drops of these rates.
+
+    Raises:
+        InjectionError: their training mode does not suffice, or changes more than the drops.
+    """
+    known = survey.drop_rates.runners
+    runners = {rate: known.get(rate, (rate.layer,)) for rate in rates}
+    names = {name for layers in runners.values() for name in layers}
+    training = {module for name, module in survey.model.named_modules() if name in names}
+    for fake in (survey.is_fake, False):  # a forward may test values in training mode only
+        try:
+            trace, arrivals = arrivals_of(survey.model, survey.example.value, fake=fake, training=training, only=rates)
+            break
+        except InjectionError as error:
+            reason = str(error).partition("\n")[2].partition("\n")[0].strip()
+    else:
+        raise InjectionError(
+            f"sampling(): the model does not run in eval mode with its dropout in training mode.\n  {reason}\n"
+            "  leave out the rates of the module that raises this: inject(model, set_dropout(), exclude=[...])"
+        )
+    for rate in rates:
+        if rate in known and rate not in arrivals.ops and not trace.calls_of.keys().isdisjoint(runners[rate]):
+            raise _refused(
+                survey.model, runners, runners[rate][0], f"{rate.attribute} drops only if other modules train"
+            )
+    drops = {op for rate in rates for op in arrivals.ops.get(rate, ())}
+    # A mask whose values are known may be left out.
+    plain = survey.trace if fake == survey.is_fake else record(survey.model, survey.example.value, fake=fake)
+    only_drop = _only_drop(plain, names)
+    before = _steps(plain, names, only_drop, set(), set())
+    after = _steps(trace, names, only_drop, drops, arrivals.scales)
+    for old, new in zip_longest(before, after, fillvalue=(None, None, "")):
+        if old[0] != new[0]:
+            raise _refused(survey.model, runners, *_difference(old, new, names))
+    return runners
+
+
+def _difference(old: Step, new: Step, names: Collection[str]) -> tuple[str, str]:
+    """Return the sampled module in which two forwards differ, and how."""
+    for (_, call, what), when in ((new, "in training mode"), (old, "in eval mode only")):
+        for one in call.around() if call else ():
+            if one.name in names:
+                return one.name, f"{when}, it {what}"
+    return "", "with its dropout in training mode, it calls other functions"
+
+
+def _refused(model: nn.Module, runners: Runners, name: str, what: str) -> InjectionError:
+    kind = type(model.get_submodule(name)).__name__
+    held = sorted({rate.layer for rate, layers in runners.items() if name in layers or not name})
+    return InjectionError(
+        f"sampling(): {kind} ({name or 'the model'!r}) cannot be sampled: {what}.\n"
+        f"  leave out its rates: inject(model, set_dropout(), exclude=[{some(held)}])\n"
+        "  and drop at its layers: inject(model, Dropout(p=...), layers=...)"
+    )
+
+
+def _only_drop(trace: Trace, names: Collection[str]) -> set[str]:
+    """Return the names of the modules that return their input itself in eval mode."""
+    calls = {name: trace.calls_of.get(name, []) for name in names}
+    return {name for name, found in calls.items() if found and all(one.outputs == one.inputs[:1] for one in found)}
+
+
+def _effective(trace: Trace, names: Collection[str]) -> list[Op]:
+    """Return the operations that an output depends on, or a change of the example or the weights."""
+    needed = {node for call in trace.calls if call.name in names or not call.name for node in call.outputs}
+    found = []
+    for op in reversed(trace.ops):
+        if not needed.isdisjoint(op.outputs) or (op.is_in_place and any(map(is_given, op.inputs))):
+            needed.update(op.inputs)
+            found.append(op)
+    return found[::-1]
+
+
+def _steps(
+    trace: Trace, names: Collection[str], only_drop: Collection[str], drops: Collection[Op], scales: Collection[float]
+) -> Iterator[Step]:
+    """Yield what a forward computes from the example and the weights, without these drops."""
+    numbers: dict[Node, int] = {}  # of the tensors that are computed from the example and the weights
+    masks: set[Node] = set()  # tensors that are computed from the random numbers of drops
+    inputs: dict[Node, Node] = {}  # those of drops, by their outputs
+    for call in trace.calls:
+        if call.name in only_drop and len(call.outputs) == 1 and call.outputs != call.inputs[:1]:
+            inputs[call.outputs[0]] = call.inputs[0]
+
+    def undropped(node: Node) -> Node:
+        while node in inputs:
+            node = inputs[node]
+        return node
+
+    def key(value: Any) -> list[Any]:
+        found: list[Any] = [type(value).__name__]
+
+        def add(leaf: Any) -> Any:
+            if isinstance(leaf, Node):
+                node = undropped(leaf)
+                found.append((numbers.get(node), node.leaf, node.index if is_given(node) else 0, node.shape))
+            else:
+                found.append(repr(leaf) if isinstance(leaf, bool | int | float | str) else type(leaf))
+            return leaf
+
+        map_leaves(value, add)
+        return found
+
+    for op in _effective(trace, names):
+        if op.call is not None and any(one.name in only_drop for one in op.call.around()):
+            continue
+        computed = [node for node in map(undropped, op.inputs) if node in numbers or is_given(node)]
+        rate = 0.0 if op in drops or op.name not in (*DROPS, *ATTENTION) else active_rate(op)
+        is_masked = not masks.isdisjoint(op.inputs) or any(isinstance(arg, float) and arg in scales for arg in op.args)
+        if not computed:
+            masks.update(op.outputs if op in drops or is_masked else ())
+        elif (op.name in _SAME and rate == 0.0) or (is_masked and len(computed) == 1 and op.name in _MASKS):
+            inputs[op.outputs[0]] = computed[0]
+        else:
+            fused = op.name in ATTENTION or op.name in RECURRENT  # which have a rate and a flag as arguments
+            what = key(op.inputs) if fused else key((op.args, op.kwargs))
+            text = f"drops at a rate of {rate} that this injection does not have" if rate else f"calls {op.name}"
+            yield (op.name, op.call and op.call.name, rate, what, key(op.outputs)), op.call, text
+            numbers |= {node: len(numbers) + index for index, node in enumerate(op.outputs)}
+    for call in trace.calls:
+        if call.name in names and call.name not in only_drop:
+            yield key(call.output), call, "returns something else"
+
+
+def is_given(node: Node) -> bool:
+    """Whether a tensor is of the example or the weights. Forwards of one model number these in the same way."""
+    return node.leaf in ("input", "weight")

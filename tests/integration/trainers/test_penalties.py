@@ -1,0 +1,203 @@
+"""The callbacks for trainers add the loss terms of penalties: the weights equal those of the terms written by hand."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hookdrop import HookdropWarning, InjectionSpec, find
+from tests.support.tensors import all_equal
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:lightning", "ignore::DeprecationWarning", "ignore:.*LeafSpec",
+    "error::hookdrop.HookdropWarning",
+)  # fmt: skip
+
+X, Y = torch.randn(48, 8, generator=torch.Generator().manual_seed(0)), torch.arange(48) % 3
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def spec(layers: str) -> InjectionSpec:
+    return InjectionSpec("ActivationPenalty(l2=2.0, slowness=0)", layers=layers)
+
+
+def keep(layer: nn.Module) -> list[Tensor]:
+    """Return a list that always has the last output of the layer."""
+    kept: list[Tensor] = []
+    layer.register_forward_hook(lambda layer, args, output: kept.__setitem__(slice(None), [output]))
+    return kept
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [weight.detach() for weight in model.parameters()]
+
+
+def assert_close(found: nn.Module, expected: nn.Module, other: nn.Module) -> None:
+    """The weights are the expected ones, and not those of a training without a penalty."""
+    for one, two in zip(weights(found), weights(expected), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    assert not all(torch.allclose(*pair, rtol=1e-3) for pair in zip(weights(found), weights(other), strict=True))
+
+
+class TestLightning:
+    @pytest.fixture(autouse=True)
+    def lightning(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        found = pytest.importorskip("lightning")
+        monkeypatch.chdir(tmp_path)
+        for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        return found
+
+    def fit(self, lightning: Any, penalty: str, automatic: bool = True, plugin: Any = None, **settings: Any) -> Any:
+        from hookdrop.integrations.lightning import InjectionCallback
+
+        class Classifier(lightning.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model, self.automatic_optimization = net(), automatic
+                self.kept = keep(self.model[0])
+
+            def training_step(self, batch: Any, index: int) -> Any:
+                # The square root saves its result, which must not be modified in place.
+                loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1]).sqrt()
+                if penalty == "by hand":
+                    loss = loss + 2 * self.kept[0].float().pow(2).mean()
+                if not automatic:
+                    self.manual_backward(loss + find(self).penalty() if penalty == "callback" else loss)
+                    self.optimizers().step()
+                    self.optimizers().zero_grad()
+                return {"loss": loss}
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), 0.1)
+
+        quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+        callbacks = [InjectionCallback(spec("model.0"))] if penalty == "callback" else []
+        model = Classifier()
+        trainer = lightning.Trainer(
+            callbacks=callbacks, max_epochs=1, accelerator="cpu", plugins=plugin and plugin(), **quiet, **settings
+        )
+        trainer.fit(model, DataLoader(TensorDataset(X, Y), batch_size=4))
+        return model
+
+    @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 3}, {"automatic": False}])
+    def test_equals_the_penalty_by_hand(self, settings: dict[str, Any], lightning: Any) -> None:
+        assert_close(*(self.fit(lightning, penalty, **settings) for penalty in ("callback", "by hand", "none")))
+
+    def test_the_scaler_of_mixed_precision_scales_it(self, lightning: Any) -> None:
+        from lightning.pytorch.plugins import MixedPrecision
+
+        def plugin() -> Any:
+            return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+
+        assert_close(*(self.fit(lightning, penalty, plugin=plugin) for penalty in ("callback", "by hand", "none")))
+
+
+class TestFastai:
+    @pytest.mark.parametrize("samples", [None, 12])
+    def test_equals_the_penalty_by_hand(self, samples: int | None, tmp_path: Path) -> None:
+        pytest.importorskip("fastai")
+        import fastai.callback.progress  # adds no_bar to Learner
+        from fastai.callback.training import GradientAccumulation
+        from fastai.data.core import DataLoaders
+        from fastai.data.load import DataLoader as Loader
+        from fastai.learner import Learner
+        from fastai.optimizer import OptimWrapper
+
+        from hookdrop.integrations.fastai import InjectionCallback
+
+        def fit(penalty: str) -> nn.Module:
+            model, data = net(), TensorDataset(X, Y)
+            kept = keep(model[0])
+
+            def loss(found: Tensor, labels: Tensor) -> Tensor:
+                term = 2 * kept[0].pow(2).mean() if penalty == "by hand" else 0.0
+                return nn.functional.cross_entropy(found, labels) + term
+
+            learn = Learner(
+                DataLoaders(Loader(data, bs=4), Loader(data, bs=4)), model, loss_func=loss, path=tmp_path,
+                opt_func=lambda params, lr: OptimWrapper(params, torch.optim.SGD, lr=lr),
+            )  # fmt: skip
+            callbacks = [InjectionCallback(spec("0"))] if penalty == "callback" else []
+            with learn.no_bar(), learn.no_logging():
+                learn.fit(1, 0.1, cbs=[*callbacks, *([GradientAccumulation(samples)] if samples else [])])
+            return model
+
+        assert fastai.callback.progress
+        assert_close(*(fit(penalty) for penalty in ("callback", "by hand", "none")))
+
+
+class TestTransformers:
+    @pytest.fixture(autouse=True)
+    def quiet(self) -> None:
+        pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
+        from transformers.utils import logging as log
+
+        log.set_verbosity_error()
+
+    def train(
+        self, folder: Path, penalty: str, register: bool = True, scaled: bool | None = None, **settings: Any
+    ) -> Any:
+        from transformers import Trainer, TrainingArguments
+
+        from hookdrop.integrations.transformers import InjectionCallback
+        from tests.support import transformers_models
+
+        torch.manual_seed(1)
+        model = transformers_models.llama()
+        kept = keep(model.model.layers[0].mlp)
+
+        class ByHand(Trainer):
+            loss_is_scaled_for_ga = scaled
+
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                if scaled is False:
+                    kwargs.pop("num_items_in_batch")  # the mean over the batch
+                loss = super().compute_loss(model, inputs, *args, **kwargs)
+                return loss + 2 * kept[0].pow(2).mean() if penalty == "by hand" and model.training else loss
+
+        tokens = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(16)]
+        defaults: dict[str, Any] = {
+            "num_train_epochs": 2, "per_device_train_batch_size": 4, "report_to": [], "save_strategy": "no",
+            "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", "learning_rate": 0.1, "optim": "sgd",
+            "eval_strategy": "epoch", "lr_scheduler_type": "constant",
+        }  # fmt: skip
+        args = TrainingArguments(output_dir=str(folder), **(defaults | settings))
+        callback = InjectionCallback(spec("model.layers.0.mlp")) if penalty == "callback" else None
+        made = ByHand(
+            model, args, train_dataset=tokens, eval_dataset=tokens,
+            callbacks=[callback] if callback is not None and not register else None,
+        )  # fmt: skip
+        if callback is not None and register:
+            callback.register(made)
+        made.train()
+        return model
+
+    def test_equals_the_penalty_by_hand(self, tmp_path: Path) -> None:
+        assert_close(*(self.train(tmp_path, penalty) for penalty in ("callback", "by hand", "none")))
+
+    @pytest.mark.parametrize("scaled", [None, False])
+    def test_accumulated_batches_add_their_share(self, scaled: bool | None, tmp_path: Path) -> None:
+        """Whether the Trainer divides the loss by their number, or by the number of all tokens."""
+        halves = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        assert_close(
+            self.train(tmp_path, "callback", scaled=scaled, **halves),
+            self.train(tmp_path, "by hand"),
+            self.train(tmp_path, "none"),
+        )
+
+    def test_without_register_the_penalty_is_not_added_and_warns(self, tmp_path: Path) -> None:
+        with pytest.warns(HookdropWarning, match="nothing read the loss terms"):
+            found = self.train(tmp_path, "callback", register=False, num_train_epochs=7)
+        assert all_equal(weights(found), weights(self.train(tmp_path, "none", num_train_epochs=7)))

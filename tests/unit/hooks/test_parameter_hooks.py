@@ -1,0 +1,413 @@
+"""`at="parameters"`: weights are regularized for the duration of a call, and never change."""
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+from hookdrop import (
+    DropBlock,
+    Dropout,
+    DropPath,
+    GaussianNoise,
+    HeadDropout,
+    HookdropWarning,
+    InjectionError,
+    InjectionSpec,
+    LayerError,
+    LinearSchedule,
+    Masksembles,
+    Mixout,
+    find,
+    inject,
+    plan,
+    without_hooks,
+)
+from hookdrop.functional import mixout
+from hookdrop.recipes import neftune
+
+LAYERS = {
+    "Linear": (lambda: nn.Linear(6, 5), lambda: (torch.randn(3, 6),), ["weight"]),
+    "Conv2d": (lambda: nn.Conv2d(2, 3, 3), lambda: (torch.randn(2, 2, 5, 5),), ["weight"]),
+    "Embedding": (lambda: nn.Embedding(9, 4), lambda: (torch.arange(6),), ["weight"]),
+    "LSTM": (lambda: nn.LSTM(4, 5, 2), lambda: (torch.randn(3, 2, 4),), ["weight_hh_l0", "weight_hh_l1"]),
+    "GRU": (lambda: nn.GRU(4, 5), lambda: (torch.randn(3, 2, 4),), ["weight_hh_l0"]),
+    "MultiheadAttention": (
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda: (torch.randn(3, 2, 8),) * 3,
+        ["in_proj_weight"],
+    ),
+}
+
+
+def weights_of(layer):
+    return {name: value.detach().clone() for name, value in layer.state_dict(keep_vars=True).items()}
+
+
+def placed(layer, regularizer=None, **settings):
+    model = nn.Sequential(layer)
+    return model, inject(model, regularizer or Dropout(p=0.5), layers="0", at="parameters", **settings)
+
+
+def seeded(model, *x):
+    torch.manual_seed(3)
+    return model(*x)
+
+
+@pytest.fixture
+def linear():
+    return nn.Linear(6, 5)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 6)
+
+
+class TestLayers:
+    @pytest.mark.parametrize("kind", LAYERS)
+    def test_output_is_that_of_a_layer_with_the_regularized_weights(self, kind):
+        make, arguments, names = LAYERS[kind]
+        layer, args = make(), arguments()
+        twin, before = copy.deepcopy(layer), weights_of(layer)
+        _, drop = placed(layer, tensor="weight_hh_*" if "weight_hh_l0" in names else None)
+        found = seeded(layer, *args)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for name in names:
+                getattr(twin, name).copy_(Dropout(p=0.5)(getattr(twin, name)))
+        torch.testing.assert_close(found, twin(*args), rtol=0, atol=0)
+        assert drop.sites[0].called
+        torch.testing.assert_close(weights_of(layer), before, rtol=0, atol=0)
+        drop.remove()
+        assert not layer._forward_pre_hooks
+        assert not layer._forward_hooks
+
+    @pytest.mark.parametrize("kind", LAYERS)
+    def test_eval_output_is_that_of_the_layer(self, kind):
+        make, arguments, _ = LAYERS[kind]
+        layer, args = make().eval(), arguments()
+        clean = layer(*args)
+        placed(layer, tensor="*weight*")
+        torch.testing.assert_close(layer(*args), clean, rtol=0, atol=0)
+
+    def test_mask_is_the_same_within_a_call_and_another_in_the_next(self):
+        rnn, x = nn.LSTM(4, 5), torch.randn(3, 2, 4)
+        placed(rnn, tensor="weight_hh_*")
+        first, second = rnn(x)[0], rnn(x)[0]
+        assert torch.equal(first[0], second[0])  # without a state, the first step has no recurrent input
+        assert not torch.equal(first[1], second[1])
+
+    def test_forward_sees_parameters_that_state_dict_and_optimizer_have(self, linear, x):
+        inside = []
+
+        class Watched(nn.Linear):
+            def forward(self, x):
+                inside.append((dict(self.named_parameters()), self.state_dict(), self.weight))
+                return super().forward(x)
+
+        layer = Watched(6, 5)
+        own = dict(layer.named_parameters())
+        model, _ = placed(layer)
+        model(x).sum().backward()
+        parameters, state, used = inside[0]
+        assert all(parameters[name] is own[name] for name in own)
+        torch.testing.assert_close(state, layer.state_dict(), rtol=0, atol=0)
+        assert used is not own["weight"]
+        assert layer.weight is own["weight"]
+        assert "weight" not in vars(layer)
+
+    def test_gradients_of_the_weights_agree_with_finite_differences(self):
+        layer = nn.LSTM(3, 4).double()
+        inputs = torch.randn(3, 2, 3, dtype=torch.float64)
+        placed(layer, tensor="weight_hh_*")
+
+        def loss(weight):
+            return functional_call(layer, {"weight_hh_l0": weight}, (inputs,))[0]
+
+        def fixed(weight):
+            return seeded(loss, weight)
+
+        assert torch.autograd.gradcheck(fixed, layer.weight_hh_l0.detach().clone().requires_grad_())
+
+
+class TestContexts:
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    def test_checkpoint_recomputes_with_the_same_mask(self, x, use_reentrant):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        inject(model, Dropout(p=0.5), layers=nn.Linear, at="parameters")
+        grads = []
+        for run in (model, lambda x: checkpoint(model, x, use_reentrant=use_reentrant)):
+            model.zero_grad()
+            seeded(run, x.clone().requires_grad_()).square().sum().backward()
+            grads.append([parameter.grad for parameter in model.parameters()])
+        torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+    @pytest.mark.parametrize("regularizer", [Dropout(p=0.5), Mixout(p=0.5)])
+    def test_copies_have_their_own_hooks(self, linear, x, twin, regularizer):
+        model, drop = placed(linear, regularizer)
+        with torch.no_grad():
+            linear.weight.add_(1.0)
+        other = twin(model)
+        assert torch.equal(seeded(other, x), seeded(model, x))
+        drop.remove()
+        assert find(other)
+        assert not torch.equal(seeded(other, x), seeded(model, x))
+
+    def test_functional_call_and_grad_reach_the_given_weights(self, linear, x):
+        model, _ = placed(linear)
+        given = {"0.weight": torch.ones(5, 6), "0.bias": torch.zeros(5)}
+        found = seeded(functional_call, model, given, (x,))
+        torch.manual_seed(3)
+        torch.testing.assert_close(found, x @ Dropout(p=0.5)(given["0.weight"]).T)
+        gradient = grad(lambda weights: functional_call(model, weights, (x,)).sum())(given)["0.weight"]
+        assert 0 < (gradient == 0).float().mean() < 1
+
+    def test_autocast_keeps_the_dtype_of_the_layer_without_hooks(self, linear, x):
+        model, _ = placed(linear)
+        with torch.autocast("cpu", torch.bfloat16):
+            found, clean = model(x), copy.deepcopy(linear)(x)
+        assert found.dtype == clean.dtype
+        found.sum().backward()
+        assert linear.weight.grad.dtype == torch.float32
+
+    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+    def test_an_interrupted_call_leaves_no_regularized_weight(self, error, x):
+        class Interrupted(nn.Linear):
+            fails = True
+
+            def forward(self, x):
+                if self.fails:
+                    raise error
+                return super().forward(x)
+
+        layer = Interrupted(6, 5)
+        model, _ = placed(layer)
+        with pytest.raises(error):
+            model(x)
+        layer.fails = False
+        model.eval()
+        torch.testing.assert_close(model(x), nn.functional.linear(x, *layer.parameters()), rtol=0, atol=0)
+        assert "weight" not in vars(layer)
+
+    @pytest.mark.parametrize("then", ["remove", "without_hooks", "replace"])
+    def test_removal_after_an_interrupt_shows_the_parameters_again(self, then, x):
+        """PyTorch runs no hooks after a KeyboardInterrupt."""
+
+        class Interrupted(nn.Linear):
+            def forward(self, x):
+                raise KeyboardInterrupt
+
+        layer = Interrupted(6, 6)
+        model, _ = placed(layer)
+        inject(model, GaussianNoise(std=0.1), layers="0", at="parameters", on_existing="stack")
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        assert "weight" in vars(layer)
+        if then == "remove":
+            find(model).remove()
+        elif then == "replace":
+            inject(model, Dropout(p=0.5), layers="0", at="parameters", on_existing="replace")
+        else:
+            with without_hooks(model):
+                pass
+        assert "weight" not in vars(layer)
+
+    def test_stacked_regularizers_act_one_after_the_other(self, linear, x):
+        """The last one that is injected comes first."""
+        model, _ = placed(linear)
+        inject(model, GaussianNoise(std=0.1), layers="0", at="parameters", on_existing="stack")
+        found = seeded(model, x)
+        torch.manual_seed(3)
+        expected = Dropout(p=0.5)(GaussianNoise(std=0.1)(linear.weight))
+        torch.testing.assert_close(found, nn.functional.linear(x, expected, linear.bias), rtol=0, atol=0)
+        assert "weight" not in vars(linear)
+
+    def test_threads_that_call_one_layer_at_once_raise(self, x):
+        """The other thread would compute with the weights of this call, and see them restored before its own end."""
+
+        class Slow(nn.Linear):
+            def forward(self, x):
+                with ThreadPoolExecutor(1) as other, pytest.raises(InjectionError, match="two threads"):
+                    other.submit(self, x).result()
+                return super().forward(x)
+
+        model, _ = placed(Slow(6, 5))
+        model(x)
+
+    def test_pruned_and_normalized_weights_are_computed_from_regularized_ones(self, linear, x):
+        prune.random_unstructured(linear, "weight", 0.5)
+        model, _ = placed(linear)
+        torch.manual_seed(3)
+        expected = x @ (Dropout(p=0.5)(linear.weight_orig) * linear.weight_mask).T + linear.bias
+        torch.testing.assert_close(seeded(model, x), expected)
+
+    def test_schedule_sampling_and_prediction_drive_the_rate(self, linear, x):
+        model, drop = placed(linear, schedule=LinearSchedule(steps=10))
+        assert torch.equal(model(x), linear(x))
+        drop.seek(10)
+        assert not torch.equal(seeded(model, x), nn.functional.linear(x, *linear.parameters()))
+        model.eval()
+        assert drop.predict(x, samples=4, activation=None).variance.max() > 0
+
+    def test_handle_records_and_rebuilds_sites_of_parameters(self):
+        rnn, x = nn.LSTM(4, 5, 2), torch.randn(3, 2, 4)
+        model, drop = placed(rnn, tensor="weight_hh_*")
+        with drop.recording(last=2) as recording:
+            model(x)
+        assert [tuple(one.mask.shape) for one in recording.calls("0")] == [(20, 5), (20, 5)]
+        spec = InjectionSpec.from_dict(drop.spec.to_dict())
+        twin = nn.Sequential(copy.deepcopy(rnn))
+        find(twin).remove()
+        again = inject(twin, spec)
+        again.load_state_dict(drop.state_dict())
+        torch.testing.assert_close(seeded(twin, x), seeded(model, x), rtol=0, atol=0)
+        with find(model).disabled():
+            torch.testing.assert_close(model(x), rnn.eval()(x), rtol=0, atol=0)
+        assert drop.check() == []
+
+    def test_language_model_with_weight_drop_learns(self):
+        """An LSTM predicts the next word of a text in which each word follows from the two before."""
+        torch.manual_seed(0)
+        words = [0, 1]
+        for _ in range(400):
+            words.append((words[-1] + words[-2]) % 7)
+        text = torch.tensor(words).view(6, -1).T
+        model = nn.ModuleList([nn.Embedding(7, 16), nn.LSTM(16, 32), nn.Linear(32, 7)])
+        drop = inject(model, Dropout(p=0.5), layers="1", at="parameters", tensor="weight_hh_*")
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        losses = []
+        for _ in range(80):
+            optimizer.zero_grad()
+            scores = model[2](model[1](model[0](text[:-1]))[0])
+            loss = nn.functional.cross_entropy(scores.flatten(0, 1), text[1:].flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] > 1.8
+        assert losses[-1] < 0.6
+        assert drop.check() == []
+
+    def test_one_mask_for_the_batch_refuses_fixed_masks_of_several_samples(self, x):
+        model = nn.Sequential(nn.Linear(6, 20), nn.ReLU())
+        drop = inject(model, Masksembles(n=2, scale=2.0), layers="1")
+        inject(model, Dropout(p=0.5), layers="0", at="parameters")
+        with pytest.raises(InjectionError):
+            find(model).predict(x, samples=2, activation=None)
+        assert drop.predict(x, samples=2, activation=None).samples == 2
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("regularizer", [DropPath(p=0.1), HeadDropout(p=0.1), DropBlock(p=0.1, block_size=3)])
+    def test_regularizers_of_activations(self, linear, regularizer):
+        with pytest.raises(InjectionError, match="acts on activations"):
+            placed(linear, regularizer)
+
+    @pytest.mark.parametrize(("tensor", "error"), [("kernel", LayerError), ("bias_*", LayerError), (0, TypeError)])
+    def test_names_without_a_parameter(self, linear, tensor, error):
+        with pytest.raises(error):
+            placed(linear, tensor=tensor)
+
+    def test_a_choice_among_several_parameters_lists_them(self):
+        with pytest.raises(LayerError, match=r"weight_ih_l0 \(20, 4\), weight_hh_l0 \(20, 5\)"):
+            placed(nn.LSTM(4, 5))
+        with pytest.raises(LayerError, match=r"name its layers: '0\.0', '0\.1'"):
+            placed(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        chosen = {"layers": "0", "at": "parameters", "tensor": "weight_hh_*"}
+        assert "weight_hh_l0 (20, 5)" in str(plan(nn.Sequential(nn.LSTM(4, 5)), Dropout(p=0.5), **chosen))
+
+    def test_lazy_layers(self):
+        with pytest.raises(LayerError, match="lazy"):
+            placed(nn.LazyLinear(3))
+
+    def test_recipes(self, linear):
+        with pytest.raises(TypeError, match="remove at="):
+            inject(linear, neftune(alpha=5.0), at="parameters")
+
+    def test_layers_without_weights_and_integers(self):
+        with pytest.raises(LayerError, match="its own are: none"):
+            placed(nn.ReLU())
+        layer = nn.Module()
+        layer.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+        layer.forward = lambda x: x
+        with pytest.raises(LayerError, match="quantized"):
+            placed(layer)
+
+    def test_parametrized_weights_with_the_layer_to_hook_instead(self, linear, x):
+        model = nn.Sequential(parametrizations.weight_norm(linear))
+        with pytest.raises(LayerError, match="parametrizations"):
+            inject(model, Dropout(p=0.5), layers="0", at="parameters")
+        drop = inject(model, Dropout(p=0.5), layers="0.parametrizations.*")
+        assert drop.probe(x).dropped > 0
+
+    def test_weights_that_are_no_parameters_any_more(self, linear, x):
+        model, _ = placed(linear)
+        prune.random_unstructured(linear, "weight", 0.5)
+        with pytest.raises(InjectionError, match="no longer a parameter"):
+            model(x)
+
+    def test_plan_names_tied_weights(self):
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+        model[1].weight = model[0].weight
+        planned = plan(model, Dropout(p=0.5), layers="0", at="parameters", example_input=torch.arange(3))
+        assert any("'1.weight'" in text for text in planned.warnings)
+        assert planned.sites[0].shape == (5, 4)
+
+
+class TestMixout:
+    def test_equals_the_formula_of_the_paper(self):
+        x, start = torch.randn(50, 40), torch.randn(50, 40)
+        torch.manual_seed(3)
+        found = mixout(x, start, 0.3)
+        torch.manual_seed(3)
+        kept = (Dropout(p=0.3)(torch.ones(50, 40)) > 0).float()
+        torch.testing.assert_close(found, (kept * x + (1 - kept) * start - 0.3 * start) / 0.7)
+        assert torch.equal(mixout(x, start, 1.0), start)
+
+    def test_starts_at_the_weights_of_the_injection(self, linear, x):
+        model, drop = placed(linear, Mixout(p=0.5))
+        torch.testing.assert_close(model(x), nn.functional.linear(x, *linear.parameters()))
+        start = linear.weight.detach().clone()
+        with torch.no_grad():
+            linear.weight.mul_(2.0)
+        torch.manual_seed(3)
+        expected = start + Dropout(p=0.5)(linear.weight - start)
+        torch.testing.assert_close(seeded(model, x), nn.functional.linear(x, expected, linear.bias))
+        assert drop.spec.to_dict() == {"regularizer": "Mixout(p=0.5)", "layers": ["0"], "name": "mixout"}
+
+    def test_state_from_other_starting_weights_warns(self, linear):
+        _, drop = placed(linear, Mixout(p=0.5))
+        state = drop.state_dict()
+        drop.load_state_dict(state)
+        with torch.no_grad():
+            linear.weight.mul_(2.0)
+        _, later = placed(linear, Mixout(p=0.5), on_existing="replace")
+        with pytest.warns(HookdropWarning, match="other weights at the injection"):
+            later.load_state_dict(state)
+
+    def test_is_placed_at_parameters_without_being_told(self, linear, x):
+        model = nn.Sequential(linear)
+        drop = inject(model, Mixout(p=0.5), layers="0")
+        assert "at the parameters" in str(plan(nn.Sequential(nn.Linear(6, 5)), Mixout(p=0.5), layers="0"))
+        with pytest.raises(TypeError):
+            Mixout(p=0.5)(x)
+        drop.remove()
+        with pytest.raises(InjectionError, match="acts on the parameters of a layer, got at='input'"):
+            inject(model, Mixout(p=0.5), layers="0", at="input")
+
+    def test_weights_without_values_are_refused(self):
+        with pytest.raises(InjectionError, match="meta device"):
+            placed(nn.Linear(3, 3, device="meta"), Mixout(p=0.5))
+
+
+def test_weight_noise_is_added_to_the_weights(linear, x):
+    model, drop = placed(linear, GaussianNoise(std=0.1))
+    assert drop.probe(x).mean_ratio != 1.0
+    assert model(x).shape == (3, 5)

@@ -1,0 +1,502 @@
+"""`set_dropout` samples, measures and records the dropout that a model already has, and changes nothing else."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hookdrop import Dropout, Injection, InjectionError, LayerError, LinearSchedule, find, inject, without_hooks
+from hookdrop.recipes import set_dropout
+from hookdrop.utils.torch_internals import HOOK_TABLES
+
+X = torch.randn(64, 8)
+
+
+class Block(nn.Module):
+    """A layer with functional dropout, and a batch norm inside, which has to stay in eval mode."""
+
+    def __init__(self, p: float = 0.3) -> None:
+        super().__init__()
+        self.p, self.linear, self.norm = p, nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.norm(self.linear(x)), self.p, self.training)
+
+
+class Handwritten(Block):
+    """Drops by arithmetic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.linear(x))
+        if self.training:
+            keep = 1 - self.p
+            x = x.div(keep) * torch.rand_like(x).lt(keep)
+        return x
+
+
+class Shared(Block):
+    """Reads its rate from an object that a module around it holds, and drops whole layers at another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(dropout=0.3, layerdrop=0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.rand([]) < self.config.layerdrop:
+            return x
+        return x + F.dropout(self.norm(self.linear(x)), p=self.config.dropout, training=self.training)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.qkv = 0.3, nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x[None, None]).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.p if self.training else 0.0)[0, 0]
+
+
+class Norm(nn.Module):
+    """A batch norm written by hand, beside dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = 0.3
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.batch_norm(x, self.mean, self.var, training=self.training)
+        return F.dropout(x, self.p, self.training)
+
+
+class Auxiliary(Block):
+    def forward(self, x: Tensor) -> Any:
+        return (super().forward(x), x.sum()) if self.training else super().forward(x)
+
+
+class Renamed(Block):
+    """Returns the same tensor in another container."""
+
+    def forward(self, x: Tensor) -> Any:
+        return [super().forward(x)] if self.training else super().forward(x)
+
+
+class Rounding(Block):
+    """As predictors of a length do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x if self.training else x.round()
+
+
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return super().forward(x)
+
+
+class Jitter(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.empty_like(x).uniform_(0.9, 1.1) if self.training else x)
+
+
+class Literal(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.25, self.training)
+
+
+class OnlyLiteral(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.norm(self.linear(x)), 0.25, self.training)
+
+
+class ByParent(nn.Module):
+    """Passes its own flag to the block inside."""
+
+    class Inner(nn.Module):
+        p = 0.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = 0.3
+
+        def forward(self, x: Tensor, training: bool) -> Tensor:
+            return F.dropout(x, self.p, training)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, self.training)
+
+
+class Checked(Block):
+    """Tests values in training mode, without an effect on the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not x.isfinite().all():
+            x = x.nan_to_num()
+        return super().forward(x)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "modules": lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.AlphaDropout(0.1)),
+    "in place": lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3, inplace=True)),
+    "functional": lambda: nn.Sequential(Block(), Block()),
+    "by arithmetic": lambda: nn.Sequential(Handwritten()),
+    "of a configuration, and layers": lambda: nn.Sequential(Shared()),
+    "attention": lambda: nn.Sequential(Attention()),
+    "a test of values": lambda: nn.Sequential(Checked()),
+    "the model itself": Block,
+    "an LSTM": lambda: nn.LSTM(8, 8, 2, dropout=0.3),
+    "multi-head attention": lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.3, batch_first=True),
+}
+REFUSED: dict[str, tuple[type[nn.Module], str]] = {
+    "a batch norm": (Norm, "in training mode, it calls batch_norm"),
+    "another output": (Auxiliary, "in training mode, it calls sum"),
+    "another container": (Renamed, "in training mode, it returns something else"),
+    "a counter": (Counting, "in training mode, it calls add"),
+    "noise": (Jitter, "in training mode, it calls mul"),
+    "a rate in the code": (Literal, r"in training mode, it drops at a rate of 0\.25 that this injection does not have"),
+    "the flag of another module": (ByParent, "p drops only if other modules train"),
+}
+
+
+def evaluated(model: nn.Module, x: Any = X, seed: int = 0) -> Tensor:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        out = model(x)
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def inputs(name: str) -> Tensor:
+    return X[None] if "head" in name else X
+
+
+def footprint(model: nn.Module) -> Any:
+    modules = list(model.modules())
+    tables = [
+        list(getattr(module, name)) for module in modules for names in HOOK_TABLES for name in (names[0], *names[1])
+    ]
+    numbers = [{k: v for k, v in vars(module).items() if isinstance(v, int | float)} for module in modules]
+    return tables, numbers, {name: x.clone() for name, x in model.state_dict().items()}.keys(), fast_path()
+
+
+def fast_path() -> bool:
+    return bool(torch.backends.mha.get_fastpath_enabled())
+
+
+@contextmanager
+def training(*modules: nn.Module) -> Iterator[None]:
+    """The loop by hand: the flags of exactly these modules."""
+    for module in modules:
+        module.training = True
+    yield
+    for module in modules:
+        module.training = False
+
+
+class TestSampling:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_samples_differ_and_the_model_is_as_before(self, name: str) -> None:
+        model, x = MODELS[name]().eval(), inputs(name)
+        own = inject(model, set_dropout(), example_input=x)
+        clean, before = evaluated(model, x), footprint(model)
+        with own.sampling():
+            samples = [evaluated(model, x, seed) for seed in range(4)]
+            assert torch.equal(evaluated(model, x, 2), samples[2])
+            assert not any(module.training for module in model.modules())
+        assert not all(torch.equal(sample, samples[0]) for sample in samples)
+        assert footprint(model) == before
+        assert torch.equal(evaluated(model, x), clean)
+
+    def test_samples_are_those_of_the_flags_set_by_hand(self) -> None:
+        model = nn.Sequential(Block(), nn.Dropout(0.1), Shared()).eval()
+        statistics = copy.deepcopy(model.state_dict())
+        own = inject(model, set_dropout(), example_input=X)
+        with own.sampling():
+            found = [evaluated(model, seed=seed) for seed in range(5)]
+        with training(*model):
+            assert all(torch.equal(evaluated(model, seed=seed), one) for seed, one in enumerate(found))
+        assert all(torch.equal(statistics[name], x) for name, x in model.state_dict().items())
+
+    def test_predict_is_the_mean_of_a_loop_by_hand(self) -> None:
+        model = nn.Sequential(Block(), nn.Dropout(0.1)).eval()
+        own = inject(model, set_dropout(), example_input=X)
+        torch.manual_seed(0)
+        found = own.predict(X, samples=5, activation=None)
+        torch.manual_seed(0)
+        with training(model[0], model[1]), torch.no_grad():
+            samples = torch.stack([model(X) for _ in range(5)])
+        assert torch.allclose(found.mean, samples.mean(0), atol=1e-6)
+        assert torch.allclose(found.variance, samples.var(0), atol=1e-6)
+
+    def test_rate_is_that_of_the_schedule_or_of_the_context(self) -> None:
+        model = Block(p=0.4).eval()
+        own = inject(model, set_dropout(), schedule=LinearSchedule(10), example_input=X)
+        with pytest.raises(InjectionError, match="sampling at rate 0"), own.sampling():
+            pass
+        own.seek(5)
+        for settings, p in (({}, 0.2), ({"p": 0.5}, 0.5)):
+            with own.sampling(**settings):
+                found = evaluated(model)
+            model.p = p
+            with training(model):
+                assert torch.equal(evaluated(model), found)
+            model.p = 0.2
+
+    def test_only_this_injection_drops(self) -> None:
+        """Of a subset of the rates, and beside hooks, on the same modules too."""
+        model = nn.Sequential(Block(), nn.Dropout(0.5)).eval()
+        own = inject(model, set_dropout(p={"0.p": 0.3}), example_input=X)
+        inject(model, Dropout(0.5), layers=["0", "1"], name="hooks")
+        with own.sampling():
+            found = evaluated(model)
+        find(model)["hooks"].remove()
+        with training(model[0]):
+            assert torch.equal(evaluated(model), found)
+
+    def test_a_handle_on_hooks_and_own_dropout_samples_both(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), Block()).eval()
+        inject(model, set_dropout(p=1.0), example_input=X)
+        hooks = inject(model, Dropout(1.0), layers="0")
+        with find(model).sampling():
+            assert not evaluated(model).any()
+        with hooks.sampling():
+            assert torch.equal(evaluated(model), evaluated(model, seed=1))
+        measured = find(model).probe(X)
+        assert {name: site.dropped for name, site in measured.sites.items()} == {"0": 1.0, "1.p": 1.0}
+        assert measured.eval_identical
+
+    def test_eval_mode_set_inside_does_not_end_it(self) -> None:
+        model = Block().eval()
+        with inject(model, set_dropout(), example_input=X).sampling():
+            model.eval()
+            assert not torch.equal(evaluated(model), evaluated(model, seed=1))
+            model.train()
+        assert all(module.training for module in model.modules())
+
+    @pytest.mark.filterwarnings("ignore:functional dropout was not looked for")
+    def test_modules_need_no_example(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval()
+        with inject(model, set_dropout()).sampling():
+            assert not torch.equal(evaluated(model), evaluated(model, seed=1))
+
+    def test_padded_tokens_of_a_transformer_are_sampled_without_the_fast_path(self) -> None:
+        layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.3, batch_first=True)
+        model, x = nn.TransformerEncoder(layer, 2).eval(), {"src": torch.randn(2, 3, 8)}
+        x["src_key_padding_mask"] = torch.tensor([[False] * 3, [False, False, True]])
+        found = inject(model, set_dropout(), example_input=x).predict(x, samples=3)
+        assert bool((found.variance[0] > 0).all())
+        assert fast_path()
+
+
+class TestContexts:
+    @pytest.fixture
+    def model(self) -> nn.Sequential:
+        return nn.Sequential(Block(), nn.Dropout(0.2)).eval()
+
+    @pytest.fixture
+    def own(self, model: nn.Module) -> Injection:
+        return inject(model, set_dropout(), example_input=X)
+
+    def test_nested_and_overlapping_contexts_end_with_the_last(self, model: nn.Sequential, own: Injection) -> None:
+        before, contexts = footprint(model), [own.sampling(), own.sampling(p=0.9), own.disabled()]
+        for context in contexts:
+            context.__enter__()
+        assert torch.equal(evaluated(model), evaluated(model, seed=1))
+        for index in (2, 0):
+            contexts[index].__exit__(None, None, None)
+            assert not torch.equal(evaluated(model), evaluated(model, seed=1))
+        contexts[1].__exit__(None, None, None)
+        assert footprint(model) == before
+        assert torch.equal(evaluated(model), evaluated(model, seed=1))
+
+    @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+    def test_nothing_remains_after_an_exception_in_a_forward(
+        self, model: nn.Sequential, own: Injection, error: type[BaseException]
+    ) -> None:
+        before = footprint(model)
+
+        def fail(*call: Any) -> None:
+            raise error
+
+        with pytest.raises(error), own.recording(), own.sampling(p=0.9):
+            handle = model[0].norm.register_forward_hook(fail)
+            try:
+                model(X)
+            finally:
+                handle.remove()
+        assert footprint(model) == before
+
+    def test_copies_made_inside_are_not_sampled(self, model: nn.Sequential, own: Injection) -> None:
+        with own.recording(), own.sampling():
+            twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for twin in twins:
+            assert torch.equal(evaluated(twin), evaluated(model))
+            assert type(twin[0].p) is float
+            assert torch.equal(evaluated(twin), evaluated(twin, seed=1))
+
+    def test_removal_inside_ends_it(self, model: nn.Sequential, own: Injection) -> None:
+        with own.recording(), own.sampling(p=0.9):
+            own.remove()
+            assert (model[0].p, model[1].p) == (0.3, 0.2)
+            assert torch.equal(evaluated(model), evaluated(model, seed=1))
+        assert (model[0].p, model[1].p) == (0.3, 0.2)
+
+    def test_without_hooks_ends_it_inside(self, model: nn.Sequential, own: Injection) -> None:
+        with own.sampling():
+            with without_hooks(model):
+                assert torch.equal(evaluated(model), evaluated(model, seed=1))
+            assert not torch.equal(evaluated(model), evaluated(model, seed=1))
+
+    def test_a_copied_handle_samples_modules_and_asks_for_an_example_otherwise(self) -> None:
+        for kind, samples in ((nn.Dropout, True), (Block, False)):
+            model = nn.Sequential(kind(0.5)).eval()
+            twin, own = copy.deepcopy((model, inject(model, set_dropout(), example_input=X)))
+            if samples:
+                with own.sampling():
+                    assert not torch.equal(evaluated(twin), evaluated(twin, seed=1))
+                    assert torch.equal(evaluated(model), evaluated(model, seed=1))
+            else:
+                with pytest.raises(InjectionError, match="copied without the example input"), own.sampling():
+                    pass
+
+
+class TestRefusals:
+    @pytest.mark.filterwarnings("ignore:out of reach")
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_module_that_uses_its_flag_for_more_is_named_with_what_it_does(self, name: str) -> None:
+        kind, what = REFUSED[name]
+        model = nn.Sequential(nn.Dropout(0.1), kind()).eval()
+        own, before = inject(model, set_dropout(), example_input=X), footprint(model)
+        where = r"\('1.inner'\)" if kind is ByParent else r"\('1'\)"
+        with (
+            pytest.raises(InjectionError, match=rf"{where} cannot be sampled: {what}"),
+            own.sampling(),
+        ):
+            pass
+        assert footprint(model) == before
+        own.remove()
+        excluded = "1.inner" if kind is ByParent else "1"
+        with inject(model, set_dropout(), exclude=excluded, example_input=X).sampling():
+            assert not torch.equal(evaluated(model), evaluated(model, seed=1))
+
+    def test_other_dropout_of_a_sampled_module_is_named(self) -> None:
+        model = nn.Sequential(Shared()).eval()
+        own = inject(model, set_dropout(p={"**.layerdrop": 0.5}), example_input=X)
+        with pytest.raises(InjectionError, match=r"drops at a rate of 0\.3 that this injection does not have"):
+            own.predict(X)
+
+    def test_step_of_eval_mode_that_training_mode_leaves_out_is_named(self) -> None:
+        model = nn.Sequential(Rounding(), nn.Linear(8, 8)).eval()
+        own = inject(model, set_dropout(), example_input=X)
+        with pytest.raises(InjectionError, match="in eval mode only, it calls round"), own.sampling():
+            pass
+
+    @pytest.mark.filterwarnings("ignore:out of reach")
+    def test_model_that_does_not_run_with_dropout_has_the_reason(self) -> None:
+        class Labels(nn.Dropout):
+            def forward(self, x: Tensor) -> Tensor:
+                if self.training:
+                    raise ValueError("labels are required")
+                return x
+
+        model = nn.Sequential(Labels(0.1)).eval()
+        own = inject(model, set_dropout(), example_input=X)
+        with pytest.raises(InjectionError, match=r"\n  ValueError: labels are required\n  leave out"), own.sampling():
+            pass
+
+    def test_model_with_rates_in_its_code_only_is_named(self) -> None:
+        with pytest.raises(LayerError, match=r"OnlyLiteral calls dropout with a rate of 0.25 \('0'\)"):
+            inject(nn.Sequential(OnlyLiteral()), set_dropout(), example_input=X)
+
+
+class TestMeasuring:
+    @pytest.mark.parametrize("name", [name for name in MODELS if name != "by arithmetic"])
+    def test_probe_shows_the_rates_and_changes_nothing(self, name: str) -> None:
+        model, x = MODELS[name]().eval(), inputs(name)
+        own = inject(model, set_dropout(), example_input=x)
+        before, state = footprint(model), torch.get_rng_state()
+        measured = own.probe(x, forwards=10)
+        assert footprint(model) == before
+        assert torch.equal(torch.get_rng_state(), state)
+        assert measured.calls
+        for site in (site for site in measured.sites.values() if site.droppable):
+            # of 64 x 8 elements in about 6 forwards or more: 7 standard errors
+            assert site.dropped == pytest.approx(site.asked, abs=0.06)
+
+    def test_recording_keeps_inputs_masks_and_outputs_without_changing_them(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5, inplace=True), Block(), Attention()).eval()
+        own = inject(model, set_dropout(), example_input=X)
+        with own.sampling():
+            wanted = evaluated(model)
+            with own.recording(last=2) as r:
+                assert torch.equal(evaluated(model), wanted)
+        assert {name: len(r.calls(name)) for name in r} == {"1": 1, "2.p": 1, "3.p": 1}
+        for name, p in (("1", 0.5), ("2.p", 0.3)):
+            assert torch.allclose(r[name].after, r[name].before * r[name].mask / (1 - p))
+            assert r[name].p == p
+        assert torch.equal(r["3.p"].after[0, 0], wanted)  # of fused attention, with and without its dropout
+        assert not r["3.p"].drops
+        assert r.totals.dropped == pytest.approx((r["1"].dropped + r["2.p"].dropped) / 2)
+
+    def test_eval_mode_and_rates_of_0_are_no_calls(self) -> None:
+        model = nn.Sequential(Block(), nn.Dropout(0.0)).train()
+        own = inject(model, set_dropout(), example_input=X)
+        with own.recording() as r:
+            model(X)
+            evaluated(model.eval())
+        assert {name: effect.calls for name, effect in r.totals.sites.items()} == {"0.p": 1, "1": 0}
+        with pytest.raises(LayerError, match="nothing was recorded at '1': its rate is 0 at step 0"):
+            r["1"]
+
+    def test_two_recordings_see_each_call_once(self) -> None:
+        model = Block().train()
+        own = inject(model, set_dropout(), example_input=X)
+        with own.recording() as first, own.recording() as second:
+            model(X)
+        model(X)
+        assert first.totals.calls == second.totals.calls == 1
+
+    def test_steps_of_the_schedule_inside_are_recorded(self) -> None:
+        model = Block(p=0.4).train()
+        own = inject(model, set_dropout(), schedule=LinearSchedule(2), example_input=X)
+        with own.recording(last=3) as r:
+            for _ in range(3):
+                model(X)
+                own.step()
+        assert [call.p for call in r.calls("p")] == [0.2, 0.4]
+        assert type(model.p) is float
+
+    def test_gradients_flow_through_a_recorded_forward(self) -> None:
+        model = Block().train()
+        own = inject(model, set_dropout(), example_input=X)
+        gradients = []
+        for record in (False, True):
+            model.zero_grad()
+            torch.manual_seed(0)
+            if record:
+                with own.recording():
+                    model(X).square().sum().backward()
+            else:
+                model(X).square().sum().backward()
+            gradients.append(model.linear.weight.grad.clone())
+        assert torch.equal(*gradients)
