@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hookdrop.guards.plan import plan_warnings
-from hookdrop.hooks.parameter_hooks import select_parameters
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.regularizers import Regularizer, at_rate, rate_of
@@ -155,6 +154,8 @@ def inspect_forward(plan: Plan, example: Any) -> None:
 def _calls(found: Survey, site: PlannedSite, tensor: TensorKey) -> LayerCalls:
     if site.at != "parameters":
         return found.calls(site.name, site.at, tensor)
+    from hookdrop.hooks.parameter_hooks import select_parameters
+
     shapes = [tuple(getattr(site.module, name).shape) for name in select_parameters(site.module, tensor, site.name)]
     return replace(found.calls(site.name), shapes=shapes, mismatch="", tensor_count=0, resembles_input=False)
 

@@ -15,7 +15,6 @@ from torch.special import entr
 
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hooks_of
-from hookdrop.injection.figures import prediction_figure
 from hookdrop.injection.sinks import RateSink
 from hookdrop.regularizers import rows_alone
 from hookdrop.utils.errors import InjectionError, ShapeError, warn
@@ -55,6 +54,8 @@ class Prediction:
 
         Maps of classes are shown as their most probable class, other maps as the mean of their channels.
         """
+        from hookdrop.injection.figures import prediction_figure  # only a figure needs it
+
         rows = count(rows, "rows", "plot")
         return prediction_figure(self.mean, self.variance.sqrt(), self.mutual_information, rows, figure)
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from hookdrop.guards.plan import plan_warnings
-from hookdrop.hooks.parameter_hooks import check_parameters, tied_elsewhere
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.injection.plan import Plan, PlannedSite, inspect_forward
 from hookdrop.injection.spec import InjectionSpec, PScale
@@ -105,6 +104,8 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
         if site.at == "parameters":
             hidden[site.name] = site.module
     if hidden:
+        from hookdrop.hooks.parameter_hooks import tied_elsewhere
+
         plan.warnings += tied_elsewhere(plan.root, hidden, plan.spec.tensor)
     if plan.spec.p_scale is not None:
         _scale(plan.sites, rate_factors(selected, plan.spec.p_scale))
@@ -152,6 +153,8 @@ def _site(
                 f"  remove at={', and hook the layer before' * (regularizer.only_at == 'output')}"
             )
         if at == "parameters" or regularizer.only_at == "parameters":
+            from hookdrop.hooks.parameter_hooks import check_parameters  # only parameters need it
+
             at = "parameters"
             reading = check_parameters(regularizer, layer.module, spec.tensor, layer.name)
         at = regularizer.only_at or at

@@ -9,17 +9,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from torch import Tensor, nn
 
 from hookdrop.hooks.hook import CurrentRate, SiteHook
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState
-from hookdrop.hooks.training_mode import TrainingMode
 from hookdrop.regularizers.base import P
 from hookdrop.utils.errors import warn
 from hookdrop.utils.tables import counted, some
+
+if TYPE_CHECKING:
+    from hookdrop.hooks.training_mode import TrainingMode
 
 
 def attribute_of(module: nn.Module | None, path: str) -> tuple[Any, str]:
@@ -126,6 +128,8 @@ class AttributeSink:
     def _sample(self, active: bool) -> None:
         """Keep the runners in training mode, or end this."""
         if active and not self.training_modes:
+            from hookdrop.hooks.training_mode import TrainingMode  # only sampling needs it
+
             self.training_modes = [TrainingMode(found) for one in self.runners or () if (found := one()) is not None]
         elif not active:
             for mode in self.training_modes:

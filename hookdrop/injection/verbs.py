@@ -16,7 +16,6 @@ from hookdrop.guards.progress import watch
 from hookdrop.hooks import compiling
 from hookdrop.hooks.branch_hooks import SkipHook, SubsetHook
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.parameter_hooks import ParameterHook
 from hookdrop.hooks.registry import hidden_modules, hooks_removed
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import rates
@@ -258,6 +257,8 @@ def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSi
 
         return ScoreHook(*settings)
     if site.at == "parameters":
+        from hookdrop.hooks.parameter_hooks import ParameterHook
+
         return ParameterHook(*settings)
     if "rows" in site.regularizer.needs:
         return SubsetHook(*settings, "input")

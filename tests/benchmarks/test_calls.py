@@ -43,11 +43,11 @@ def test_figures_of_the_structure_stay_within_their_limits() -> None:
     figures = structure.measure(ROOT)
     assert figures["entries at the root"] <= 16
     assert figures["import levels"] <= 9
-    assert figures["modules at `import hookdrop`"] <= 65
+    assert figures["modules at `import hookdrop`"] <= 67
     assert figures["`# type: ignore`"] <= 20
     assert figures["public members of Injection"] <= 22
     assert figures["public members of Regularizer"] <= 16
-    assert figures["lines of guards/"] <= 700
+    assert figures["lines of guards/"] <= 730
 
 
 @pytest.mark.parametrize(("program", "said"), [(calls, "inject with 1 site"), (structure, "lines of the package")])

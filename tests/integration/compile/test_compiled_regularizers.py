@@ -22,7 +22,7 @@ X = torch.ones(64, 64, 12, 12)
 GRADIENT_EDITS = {name for name in REGULARIZERS if name.endswith("ActivationGrad")}
 """Tested in test_compiled_gradient_edits.py, because their output equals their input."""
 
-SEPARATE = {"ActivationPenalty", "DSU", "DropKey", "LayerDrop", "Masksembles", "MixStyle", "ShakeDrop"}
+SEPARATE = {"ActivationPenalty", "DSU", "DropKey", "LayerDrop", "Masksembles", "MixStyle", "Mixout", "ShakeDrop"}
 """Tested in other files, because the output for ones does not show their rate."""
 
 TEXTS = {
