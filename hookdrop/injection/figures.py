@@ -158,7 +158,8 @@ def prediction_figure(
         if flat:
             axes.set_yticks(range(len(top)), [f"row {row}" for row in top], fontsize=8)
             axes.set(xlabel="classes", ylabel="")
-        figure.colorbar(drawn, ax=column, location="bottom", label=name, shrink=0.9)
+        bar = figure.colorbar(drawn, ax=column, location="bottom", label=name, shrink=0.9)
+        bar.locator.set_params(nbins=3)  # small numbers have long labels
     return figure  # type: ignore[no-any-return]
 
 
