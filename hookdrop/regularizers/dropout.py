@@ -109,8 +109,8 @@ class Dropout(DropRegularizer):
         >>> Dropout(p=0.5)(torch.ones(6))
         tensor([0., 0., 2., 0., 0., 0.])
         >>> Dropout(p=0.5, shared=(0,))(torch.ones(2, 3))
-        tensor([[2., 0., 0.],
-                [2., 0., 0.]])
+        tensor([[2., 2., 0.],
+                [2., 2., 0.]])
 
     Reference: Srivastava et al. 2014, "Dropout: A simple way to prevent neural networks from overfitting".
     """

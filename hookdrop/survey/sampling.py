@@ -57,7 +57,7 @@ def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
     drops = {op for rate in rates for op in arrivals.ops.get(rate, ())}
     # A mask whose values are known may be left out.
     plain = survey.trace if fake == survey.is_fake else record(survey.model, survey.example.value, fake=fake)
-    only_drop = _only_drop(plain, names)
+    only_drop = _only_drop(plain, trace, names)
     before = _steps(plain, names, only_drop, set(), set())
     after = _steps(trace, names, only_drop, drops, arrivals.scales)
     for old, new in zip_longest(before, after, fillvalue=(None, None, "")):
@@ -85,10 +85,11 @@ def _refused(model: nn.Module, runners: Runners, name: str, what: str) -> Inject
     )
 
 
-def _only_drop(trace: Trace, names: Collection[str]) -> set[str]:
-    """Return the names of the modules that return their input itself in eval mode."""
-    calls = {name: trace.calls_of.get(name, []) for name in names}
-    return {name for name, found in calls.items() if found and all(one.outputs == one.inputs[:1] for one in found)}
+def _only_drop(plain: Trace, trace: Trace, names: Collection[str]) -> set[str]:
+    """Return the names of the modules that return their input itself in eval mode, and one tensor in training mode."""
+    calls = {name: plain.calls_of.get(name, []) for name in names}
+    same = {name for name, found in calls.items() if found and all(one.outputs == one.inputs[:1] for one in found)}
+    return {name for name in same if all(len(one.outputs) == 1 for one in trace.calls_of.get(name, []))}
 
 
 def _effective(trace: Trace, names: Collection[str]) -> list[Op]:

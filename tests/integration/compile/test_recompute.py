@@ -77,7 +77,7 @@ def test_gradients_match_finite_differences(budget: float) -> None:
         directions = [torch.randn_like(x) for x in inputs]
 
         def at(distance: float) -> tuple[list[Tensor], list[Tensor]]:
-            torch.manual_seed(5)
+            torch.manual_seed(11)
             moved = [(x + distance * d).requires_grad_() for x, d in zip(inputs, directions, strict=True)]
             return moved, fast(moved)
 

@@ -24,7 +24,7 @@ from hookdrop import (
     find,
     inject,
 )
-from tests.support.regularizers import DRAWING
+from tests.support.regularizers import FORWARD
 
 IMAGES = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
@@ -39,10 +39,10 @@ def outputs(drop: Injection, x: Any, n: int = 6) -> Tensor:
     return torch.stack(list(drop.samples(x, n, consistent=True)))
 
 
-@pytest.mark.parametrize("name", [name for name, case in DRAWING.items() if not case.mixes])
+@pytest.mark.parametrize("name", [name for name, case in FORWARD.items() if case.draws and not case.mixes])
 def test_a_batch_gives_what_its_rows_give_alone(name: str) -> None:
     """The tolerance is that of layers which round differently for another batch size."""
-    case = DRAWING[name]
+    case = FORWARD[name]
     torch.manual_seed(0)
     model, x = case.model(), case.input()
     layer = "0" if case.skips_layers or case.places == ("output",) else "1"
