@@ -196,7 +196,7 @@ def _outcome(setup: RunSetup, history: History, measured: Any) -> tuple[Outcome,
     scores = metrics.score(logits, task.labels_N[scored])
     # The rate of Cutout is not the fraction that it drops.
     called = [] if measured is None else [site for site in measured.sites.values() if site.calls]
-    drops = measured is not None and all(site.drops for site in called)
+    drops = measured is not None and all(site.droppable for site in called)
     sites = measured.sites if drops and all(site.asks for site in called) else {}
     outcome: Outcome = {
         "call": arms.text_at_rate(run.arm),
