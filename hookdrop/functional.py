@@ -1,9 +1,10 @@
 """The regularizers as pure functions. They draw from PyTorch's global RNG.
 
 `activation_penalty` returns a loss term. Every other function returns `x` itself if there is nothing to do or if
-`training=False`. It never modifies `x` in place, and
-keeps shape, dtype and memory format. It raises `TypeError` unless `x` is a dense tensor of real floating-point numbers,
-and the same errors as the regularizer named in its docstring, which documents the settings, the shapes and the paper.
+`training=False`. It never modifies `x` in place, and keeps shape, dtype and memory format. It raises `TypeError` unless
+`x` is a dense tensor of real floating-point numbers, and the same errors as the regularizer named in its docstring,
+which documents the settings, the shapes and the paper.
+
 `p` is the drop probability, as in `torch.nn.functional`. In compiled code `p` may be a 0-d tensor, so that one graph
 serves all rates.
 """

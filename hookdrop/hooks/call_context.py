@@ -110,10 +110,10 @@ def _cache_settings(hook: SiteHook) -> str:
 def refuse_layout(regularizer: Regularizer, value: Any, x: Tensor) -> None:
     """Raise `ShapeError` if axis 0 of the tensor is not what the regularizer takes it for."""
     if isinstance(container_of(value, x), PackedSequence) and regularizer.axes.startswith("N"):
-        instead = "slowness=0" if hasattr(regularizer, "slowness") else "Dropout(p=...)"
         raise ShapeError(
             "got a PackedSequence, whose rows are time steps of different samples.\n"
-            f"  use {instead}, or hook a layer before pack_padded_sequence or after pad_packed_sequence."
+            "  hook a layer before pack_padded_sequence or after pad_packed_sequence, or use a regularizer that needs "
+            "no samples: Dropout(p=...), ActivationPenalty(slowness=0)."
         )
     if any(placement.is_partial() for placement in getattr(x, "placements", ())) and not regularizer.in_backward:
         raise ShapeError(

@@ -158,6 +158,8 @@ class DropBlock(DropRegularizer):
     arXiv:1810.12890.
     """
 
+    axes = "N ..."
+
     def __init__(
         self,
         p: float | None = None,
@@ -180,8 +182,6 @@ class DropBlock(DropRegularizer):
         self.gamma: str = one_of(gamma, "gamma", self.title, GAMMA)
         self.normalize: str | None = one_of(normalize, "normalize", self.title, NORMALIZE)
         self.channel_dim = None if channel_dim is None else count(channel_dim, "channel_dim", self.title, -4)
-
-    axes = "N ..."
 
     def check(self, shape: Sequence[int]) -> None:
         _map_geometry(shape, self.block_size, self.channel_dim)

@@ -133,7 +133,7 @@ Sources = Mapping[float, tuple[DropRate, float]]
 
 @contextmanager
 def _marked(model: nn.Module, only: Collection[DropRate]) -> Iterator[Sources]:
-    """Give each number in [0, 1] that the model stores a value of its own; or only some, close to 0."""
+    """Give each number in [0, 1] that the model stores another value, or only `only`, whose values are then near 0."""
     saved: list[tuple[dict[str, Any], str, Any]] = []
     sources: dict[float, tuple[DropRate, float]] = {}
     seen: set[int] = set()
@@ -150,7 +150,7 @@ def _marked(model: nn.Module, only: Collection[DropRate]) -> Iterator[Sources]:
                 sources[new] = source, 0.0
             elif not only and type(value) is float and 0.0 <= value < 1.0:
                 new = (value or _RAISED) * (1 + 1e-12 * (len(saved) + 1))  # above, so that `int(value * size)` stays
-                sources[new] = source, 0.0
+                sources[new] = source, value
             elif not only and type(value) is int and value == 0:
                 new = _Zero()
                 new.source = source, 0.0

@@ -1,4 +1,4 @@
-"""DropKey in models of timm, torchvision and transformers, and in one with names of its own."""
+"""DropKey in models of timm, torchvision and transformers, and in a hand-written model."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ P = 0.4
 
 
 class Mixer(nn.Module):
-    """Attention with names of its own. `how` computes heads (N, H, L, D) from queries, keys and values."""
+    """Hand-written attention. `how` computes heads (N, H, L, D) from queries, keys and values."""
 
     def __init__(self, how: Callable[..., Tensor], kv_heads: int = H) -> None:
         super().__init__()

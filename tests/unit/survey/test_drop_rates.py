@@ -79,6 +79,7 @@ OUT_OF_REACH: dict[str, tuple[nn.Module, str]] = {
     "a probability to keep": (toy(lambda net, x: x * torch.empty_like(x).bernoulli_(net.keep), keep=0.9), f"bernoulli {KEEP}"),
     "a small probability to keep": (toy(lambda net, x: x * (torch.rand_like(x) < net.keep), keep=0.3), f"lt {KEEP}"),
     "a small probability to select": (toy(lambda net, x: torch.where(torch.rand_like(x) < net.keep, x, 0.0), keep=0.3), f"lt {KEEP}"),
+    "a large probability to go on": (toy(lambda net, x: x * 2 if torch.rand(()) < net.keep else x, keep=0.9), f"lt {KEEP}"),
     "a mask of what is not kept": (toy(lambda net, x: x.masked_fill(torch.rand_like(x) > net.keep, 0.0), keep=0.3), f"gt {KEEP}"),
 }  # fmt: skip
 NO_DROPOUT: dict[str, nn.Module] = {
