@@ -204,8 +204,8 @@ OVERVIEW = """## Overview
 One image with three channels under six regularizers."""
 SEE = """## Observing
 
-`examples/see.py`: a schedule, the masks of DropBlock in a training step (`drop.recording()`), statistics per layer
-(`observe.stats`), and Grad-CAM of two trained models (`observe.compare_cam`)."""
+`examples/see.py`: a schedule, the masks of DropBlock in a training step (`drop.recording()`), and Grad-CAM of two
+trained models (`observe.compare_cam`)."""
 
 
 def slug(name: str) -> str:

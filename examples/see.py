@@ -3,8 +3,7 @@
     pip install 'hookdrop[observe]' scikit-learn
     python examples/see.py --out see.png
 
-takes half a minute on one core and draws the same figure each time. It also prints the numbers in the figure, and shows
-two more uses of hooks: capturing the output of a layer by name, and freezing a bias.
+takes half a minute on one core and draws the same figure each time. It also prints the numbers in the figure.
 """
 
 from __future__ import annotations
@@ -81,29 +80,19 @@ def accuracy(model: nn.Module, x: Tensor, labels: Tensor) -> float:
     return float((model.eval()(x).argmax(1) == labels).float().mean())
 
 
-def observed(model: nn.Module, drop: Injection, x: Tensor, labels: Tensor) -> tuple[observe.Recording, observe.Stats]:
-    """Train for ten more steps, and record masks and statistics."""
-    with drop.recording() as recording, observe.stats(model, ["block*.*", "head"]) as stats:
-        train(model, x, labels, 10)
-    return recording, stats
-
-
 def draw(
     drop: Injection,
     steps: int,
     recording: observe.Recording,
-    stats: observe.Stats,
     maps: observe.CamComparison,
 ) -> Figure:
     figure = Figure(figsize=(15, 11), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=(1, 1.15))
+    upper, cams = figure.subfigures(2, 1, height_ratios=(1, 1.15))
     schedule, masks = upper.subfigures(1, 2, width_ratios=(1, 2))
-    numbers, cams = lower.subfigures(1, 2, width_ratios=(1.15, 1))
     observe.plot_schedule(drop, steps * 5 // 4, figure=schedule)
     recording.plot_features(MAP, sample=1, channels=8, figure=masks)
-    stats.plot(numbers)
-    maps.plot(5, figure=cams)
-    for subfigure, title in ((schedule, "The schedule"), (numbers, "Ten steps, layer by layer"), (cams, CAMS)):
+    maps.plot(10, figure=cams)
+    for subfigure, title in ((schedule, "The schedule"), (cams, CAMS)):
         subfigure.suptitle(title, fontsize=10)
     return figure
 
@@ -133,11 +122,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     wide = float(maps.wide_before.mean()), float(maps.wide_after.mean())
     print(f"mean image area with Grad-CAM above half of its maximum: {wide[0]:.1%} without, {wide[1]:.1%} with")
 
-    recording, stats = observed(regularized, drop, x, labels)
-    print(recording, stats, sep="\n")
+    with drop.recording() as recording:
+        train(regularized, x, labels, 10)
+    print(recording)
 
-    draw(drop, args.steps, recording, stats, maps).savefig(args.out, dpi=80)
-    return {**found, "wide": wide, "dropped": recording[MAP].dropped, "doubts": stats.doubts()}
+    draw(drop, args.steps, recording, maps).savefig(args.out, dpi=80)
+    return {**found, "wide": wide, "dropped": recording[MAP].dropped}
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """
-Look inside: masks, activations, statistics and Grad-CAM
-========================================================
+Look inside: masks and Grad-CAM
+===============================
 
-``hookdrop.observe`` shows what happens in the layers of a model, with or without a regularizer. This tutorial trains
-two copies of a small network, one of them with DropBlock. It records the masks of training steps, draws activations,
-finds problems in the statistics of layers, and compares the class activation maps of the two copies.
+This tutorial trains two copies of a small network, one of them with DropBlock. It records the masks of training steps,
+and compares the class activation maps of the two copies.
 
 The figures need ``pip install 'hookdrop[observe]'``.
 """
 
-# sphinx_gallery_thumbnail_number = 3
+# sphinx_gallery_thumbnail_number = 2
 import copy
 from collections import OrderedDict
 
@@ -18,7 +17,6 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate
-from torchvision.models.feature_extraction import create_feature_extractor
 from torchvision.ops import Conv2dNormActivation
 
 from hookdrop import DropBlock, LinearSchedule, inject, observe
@@ -81,44 +79,6 @@ print(recorded)
 figure = plt.figure(figsize=(8, 4), layout="constrained")
 recorded.plot_features(sample=1, channels=6, figure=figure)
 figure.suptitle("DropBlock in a training step: before, mask and after of six channels", fontsize=11)
-plt.show()
-
-# %%
-# Draw activations
-# ----------------
-#
-# torchvision's ``create_feature_extractor`` returns the outputs of layers, and ``observe.plot_features`` draws them.
-
-seen = create_feature_extractor(without.eval(), ["block1", "block2", "block3"])(test_x[:4])
-
-# %%
-# Statistics of layers
-# --------------------
-#
-# ``observe.stats`` collects mean, variance, gradient norm and dead channels in constant memory, so that it can run for
-# a whole epoch. ``doubts()`` lists signals that vanish, explode, die or saturate. This network has no such problem.
-
-with observe.stats(without, ["block*", "head"]) as healthy:
-    train(without, 5)
-print(healthy)
-print(healthy.doubts())
-
-# %%
-# To see a problem, we cause two in a copy: a batch norm bias far below zero, which the following ReLU cuts off, and a
-# head with tiny weights, which lets hardly any gradient pass.
-
-broken = copy.deepcopy(without)
-with torch.no_grad():
-    broken.block2[1].bias[:24] = -20
-    broken.head.weight *= 1e-5
-with observe.stats(broken, ["block*", "head"]) as numbers:
-    train(broken, 1)
-for doubt in numbers.doubts():
-    print(doubt)
-
-figure = plt.figure(figsize=(8, 2.8), layout="constrained")
-numbers.plot(figure)
-figure.suptitle("A broken copy: dead channels in block2, and small gradients in all blocks", fontsize=11)
 plt.show()
 
 # %%

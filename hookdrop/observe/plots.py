@@ -1,14 +1,12 @@
-"""Figures of schedules and layer statistics."""
+"""Figures of schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hookdrop.injection.figures import get_figure
 from hookdrop.injection.handle import Injection
 from hookdrop.schedules import Schedule
-from hookdrop.utils.errors import LayerError
 from hookdrop.utils.tables import counted
 from hookdrop.utils.validation import count
 
@@ -16,9 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hookdrop.observe.statistics import LayerStats
-
-BLUE, ORANGE = "#2166ac", "#d6604d"
+BLUE = "#2166ac"
 
 
 def plot_schedule(
@@ -72,33 +68,3 @@ def _draw_rates(axes: Axes, injection: Injection, multipliers: list[float]) -> N
         right = axes.secondary_yaxis("right", functions=(complement, complement))
         right.set_ylabel("keep_prob = 1 - p", fontsize=9)
         right.tick_params(labelsize=8)
-
-
-def stats_figure(layers: Sequence[LayerStats], figure: Any = None) -> Figure:
-    """Draw variances, gradient norms and fractions in three columns, one row for each layer."""
-    if not layers:
-        raise LayerError("nothing to plot: no layer was called.")
-    figure = get_figure(figure, 9.0, 1.2 + min(0.22, 16 / len(layers)) * len(layers))
-    table = figure.subplots(1, 3, sharey=True)
-    lines = range(len(layers))
-    columns = {
-        "variance of the output": [layer.activation.variance for layer in layers],
-        "norm of the gradient": [layer.gradient.norm for layer in layers],
-    }
-    for axes, (title, values) in zip(table, columns.items(), strict=False):
-        axes.plot(values, lines, "o-", color=BLUE, markersize=4)
-        if any(value > 0 for value in values):
-            axes.set_xscale("log", nonpositive="mask")
-        axes.set_xlabel(title, fontsize=9)
-    # Matplotlib draws None as a gap.
-    table[2].plot([layer.dead for layer in layers], lines, "o", color=ORANGE, label="dead channels")
-    table[2].plot([layer.saturated for layer in layers], lines, "s", color=BLUE, label="saturated elements")
-    table[2].set_xlim(-0.03, 1.03)
-    table[2].set_xlabel("fraction", fontsize=9)
-    table[2].legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    table[0].set_yticks(lines, [f"{layer.name or 'the model'} ({layer.kind})" for layer in layers])
-    table[0].set_ylim(len(layers) - 0.5, -0.5)
-    for axes in table:
-        axes.grid(axis="y", color="#eeeeee")
-        axes.tick_params(labelsize=min(8.0, 8.0 * 16 / (0.22 * len(layers))))
-    return figure  # type: ignore[no-any-return]

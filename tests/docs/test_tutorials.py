@@ -104,12 +104,9 @@ def test_mc_dropout(run: Any) -> None:
 
 
 def test_observe(run: Any) -> None:
-    variables, printed = run("plot_observe", 3)
+    variables, printed = run("plot_observe", 2)
     assert "p=0.3 of 0.3, step 200 of LinearSchedule(steps=200)" in printed
     assert variables["recorded"]["block3"].dropped == pytest.approx(0.3, abs=0.02)
-    assert variables["healthy"].doubts() == []
-    assert "'block2': 24 of 32 channels are dead" in printed
-    assert "'block1': gradient vanishes" in printed
     assert "mean image area with Grad-CAM above half of its maximum" in printed
 
 

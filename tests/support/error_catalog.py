@@ -692,9 +692,6 @@ drop.remove()
 observe.grad_cam(ResNet(), IMAGES, "fc")
 # grad_cam of several layers
 observe.grad_cam(ResNet(), IMAGES, "layer1.*")
-# statistics of a layer that is never called
-with observe.stats(model := ViT(), "unused"):
-    model(IMAGES)
 
 ## checks of one's own classes
 # a regularizer lacks a property

@@ -22,7 +22,7 @@ from hookdrop import (
 )
 from hookdrop.injection import figures
 from hookdrop.injection.figures import as_images
-from hookdrop.observe import CamComparison, plot_schedule, stats
+from hookdrop.observe import CamComparison, plot_schedule
 from tests.support.models import Small
 
 pytest.importorskip("matplotlib")
@@ -142,29 +142,6 @@ class TestSchedules:
             plot_schedule(ConstantSchedule(), 0)
 
 
-def test_stats_plot_has_one_row_for_each_layer(model: Small, images: torch.Tensor) -> None:
-    with stats(model, ["conv1", "layer1", "fc"]) as seen:
-        model(images).sum().backward()
-    first, second, third = seen.plot().axes
-    labels = [text.get_text() for text in first.get_yticklabels()]
-    assert labels == ["conv1 (Conv2d)", "layer1 (Sequential)", "fc (Linear)"]
-    assert first.yaxis_inverted()
-    assert list(first.lines[0].get_xdata()) == [one.activation.variance for one in seen.values()]
-    assert list(second.lines[0].get_xdata()) == [one.gradient.norm for one in seen.values()]
-    assert list(third.lines[0].get_xdata()) == [one.dead for one in seen.values()]
-    assert first.get_xscale() == second.get_xscale() == "log"
-
-
-def test_stats_plot_of_saturated_layers() -> None:
-    model = nn.Sequential(nn.Tanh())
-    with stats(model) as seen:
-        with pytest.raises(LayerError, match="no layer was called"):
-            seen.plot()
-        model(torch.ones(2, 2))
-    figure = seen.plot()
-    assert [line.get_label() for line in figure.axes[2].lines] == ["dead channels", "saturated elements"]
-
-
 class TestClassActivationMaps:
     def test_images_above_one_row_for_each_model(self) -> None:
         before, after = torch.rand(3, 8, 8), torch.ones(3, 8, 8)
@@ -189,11 +166,10 @@ class TestFigures:
         whole = Figure(layout="constrained")
         left, right = whole.subfigures(1, 2)
         drop = inject(model, Dropout(0.3), layers="layer1")
-        with drop.recording() as r, stats(model, "fc") as seen:
+        with drop.recording() as r:
             model(images)
         assert r.plot_features(figure=left) is left
         assert plot_schedule(drop, 5, figure=right.subfigures(2, 1)[0]) is right.subfigs[0]
-        assert seen.plot(right.subfigs[1]) is right.subfigs[1]
         whole.draw_without_rendering()
 
     def test_missing_matplotlib_error_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
