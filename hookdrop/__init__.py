@@ -10,7 +10,7 @@ from hookdrop.injection.plan import Plan
 from hookdrop.injection.prediction import Prediction
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.text import parse
-from hookdrop.injection.verbs import inject, plan, update_bn, without_hooks
+from hookdrop.injection.verbs import inject, layers, plan, update_bn, without_hooks
 from hookdrop.regularizers import *
 from hookdrop.regularizers import Penalty, Rate, Regularizer
 from hookdrop.schedules import *
@@ -39,6 +39,7 @@ __all__ = [
     "StateError",
     "find",
     "inject",
+    "layers",
     "observe",
     "parse",
     "plan",

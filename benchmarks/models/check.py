@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,6 +94,14 @@ class Behavior:
         self._require_unchanged("plan", state)
         return plan
 
+    def layers(self, example: Any) -> list[Any]:
+        """List all layers, and check that this changes nothing."""
+        state = torch.get_rng_state()
+        layers = hookdrop.layers(self.model, example)
+        str(layers)
+        self._require_unchanged("layers", state)
+        return layers
+
     def inject(self, part: nn.Module, regularizer: Any, **settings: Any) -> Injected:
         """Plan, inject, evaluate, run one training step, and remove."""
         checksums, plan = fingerprint(self.model), self.plan(part, regularizer, **settings)
@@ -175,9 +183,9 @@ class Check:
         record: dict[str, Any] = {"status": "passed"}
         chosen: Any = self.recipe
         if chosen is None:
-            every = behavior.plan(self.model, None, layers="**", example_input=self.example.eval)
-            record["modules"], chosen = len(every.sites), choose_regularizers(every)
-            listed = {(site.name, site.shape, site.calls) for site in every.sites}
+            every = behavior.layers(self.example.eval)
+            record["modules"], chosen = len(every), choose_regularizers(self.model, every)
+            listed = {(layer.name, layer.shape, layer.calls) for layer in every}
         found = behavior.inject(self.model, chosen, example_input=self.example.eval)
         planned = {(site.name, site.shape, site.calls) for site in found.plan.sites}
         same = self.recipe is not None or planned <= listed
@@ -215,15 +223,16 @@ def rates(found: Injected) -> dict[str, Any]:
     return {"elements": elements, "asked": asked, "dropped": dropped, "deviation": deviation}
 
 
-def choose_regularizers(plan: hookdrop.Plan) -> dict[str, hookdrop.Regularizer]:
+def choose_regularizers(model: nn.Module, layers: Iterable[Any]) -> dict[str, hookdrop.Regularizer]:
     """Return a regularizer that fits the rank of each chosen layer: DropBlock for maps, Dropout for tokens and vectors.
 
     The layers are all normalization layers that run or, without any, all convolution and linear layers.
     """
-    called = [site for site in plan.sites if site.name and site.calls and site.shape]
-    chosen = [site for site in called if _is_norm(site.module)]
-    chosen = chosen or [site for site in called if isinstance(site.module, _ConvNd | nn.Linear)]
-    return {site.name: _regularizer_for(site.name, site.module, site.shape or ()) for site in chosen}
+    called = {layer.name: layer for layer in layers if layer.calls and layer.shape}
+    modules = {name: model.get_submodule(name) for name in called}
+    chosen = [name for name, module in modules.items() if _is_norm(module)]
+    chosen = chosen or [name for name, module in modules.items() if isinstance(module, _ConvNd | nn.Linear)]
+    return {name: _regularizer_for(name, modules[name], called[name].shape) for name in chosen}
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from hookdrop.cli import models
 from hookdrop.injection.spec import P_SCALES
 from hookdrop.injection.text import parse
+from hookdrop.injection.verbs import layers as find_layers
 from hookdrop.injection.verbs import plan as make_plan
 from hookdrop.kernels import native
 from hookdrop.recipes import RECIPE_NAMES
@@ -44,11 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(model: str, regularizer: str | None, input_size: str, **options: Any) -> None:
-    """Print what an injection would do, or the layers."""
+    """Print the layers, or what an injection would do."""
     source = None if regularizer is None else parse(regularizer)  # before the model is built
     title, built, example = models.load(model, input_size)
     given = {name: value for name, value in options.items() if value not in (None, [])}
-    print(title, make_plan(built, source, example_input=example, **given), sep="\n")
+    given["example_input"] = example
+    print(title, find_layers(built, **given) if source is None else make_plan(built, source, **given), sep="\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,9 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("model", metavar="MODEL", help="a timm or torchvision model: resnet50, torchvision:resnet50")
     common.add_argument("--input-size", default="", metavar="SIZE", help="for example 320, 320x256, or 3x320x320")
 
-    what = "list the layers of a model with type, output shape, and calls per forward"
+    what = "list the layers of a model, and what fits each"
     layers = commands.add_parser("layers", help=what, description=what, parents=[common])
-    layers.add_argument("--layers", nargs="+", default=["**"], metavar="ENTRY", help=f"only these layers: {_ENTRY}")
+    layers.add_argument("--only", nargs="+", metavar="ENTRY", help=f"only these layers: {_ENTRY}")
     layers.set_defaults(regularizer=None)
 
     what = "show what an injection would do, including warnings"

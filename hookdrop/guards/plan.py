@@ -86,7 +86,7 @@ class Planned:
     @property
     def frozen(self) -> list[str]:
         """The layer has parameters, and none of them requires gradients."""
-        weights = [(site, list(site.module.parameters())) for site in self.sites if site.regularizer is not None]
+        weights = [(site, list(site.module.parameters())) for site in self.sites]
         return [site.name for site, own in weights if own and not any(weight.requires_grad for weight in own)]
 
     @property
@@ -101,7 +101,7 @@ class Planned:
         """The layer, or one that gets its output, returns its input in eval mode and stores a number in (0, 1)."""
         found: dict[str, tuple[Any, ...]] = {}
         for site, seen in self._seen:
-            for name in seen.identities if site.regularizer is not None and site.at == "output" else ():
+            for name in seen.identities if site.at == "output" else ():
                 stored = vars(self.model.get_submodule(name)).items()
                 rate = next(((key, x) for key, x in stored if isinstance(x, float) and 0.0 < x < 1.0), None)
                 if rate is not None:

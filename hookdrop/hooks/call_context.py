@@ -66,7 +66,7 @@ def place_around(owner: SiteHook, module: nn.Module) -> None:
             if not around:
                 raise InjectionError(
                     f"{owner.where}: no module around it takes {MASK!r}, so the padding is unknown.\n"
-                    "  without the mask, padding gets noise too: attention_mask=False"
+                    "  without the mask, padding is regularized too: NEFTune(attention_mask=False)"
                 )
         else:
             around = [] if place is None or place[0] is None else [layers_by_name(root)[place[0]].module]

@@ -81,7 +81,7 @@ class SiteHook(PlacedHook):
         at: str = "output",
     ) -> None:
         self.site, self.regularizer, self.p_scale, self.tensor, self.state = site, regularizer, p_scale, tensor, state
-        self.at = at  # `"output"`, or `"input"` or `"skip"` for a pre-hook
+        self.at = at  # `"output"`; for a pre-hook `"input"`, `"skip"`, `"parameters"` or `"scores"`
         self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
         """What the regularizer needs from modules around the layer."""
         self.companions: list[CompanionHook] = []

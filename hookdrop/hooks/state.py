@@ -50,7 +50,7 @@ class LiveState:
         """Called with (hook, tensor, rate, **context) in place of the regularizer by `probe` and `recording`."""
         self.checkpointed = CheckpointedCalls()
         self.loss_terms: LossTerms | None = None  # those of penalties; None if no hook has a penalty
-        self.update_counter: Any = None  # the `UpdateCounter` of `guards.progress`
+        self.update_counter: Any = None  # the `UpdateCounter` of `guards.progress.watch`
 
     @property
     def has_lost_all_hooks(self) -> bool:

@@ -162,8 +162,7 @@ def _calls(found: Survey, site: PlannedSite, tensor: TensorKey) -> LayerCalls:
 
 def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str, list[str]], is_batched: bool) -> None:
     site.calls, site.shape, regularizer = seen.calls, seen.shape, site.regularizer
-    if regularizer is None:
-        return
+    assert regularizer is not None  # a rate of the model itself has no shape
     where = f"{regularizer.title} at {site.name!r}"
     try:
         if seen.mismatch:

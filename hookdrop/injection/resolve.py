@@ -122,7 +122,7 @@ def _hookable(plan: Plan, selection: Selection) -> list[Layer]:
                 f"{layer.name!r} is a ScriptModule, which does not support Python hooks.\n"
                 "  train it unscripted, and script it inside `with hookdrop.without_hooks(model):`."
             )
-        if "'keras." in str(kind.__mro__) and plan.spec.source is not None:
+        if "'keras." in str(kind.__mro__):
             raise InjectionError(
                 f"{layer.name!r} ({kind.__name__}) is a Keras layer.\n"
                 "  Keras never puts its layers in eval mode: a hook would drop in predict() and evaluate() too.\n"
@@ -135,30 +135,27 @@ def _hookable(plan: Plan, selection: Selection) -> list[Layer]:
                 f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
                 "  its parent only iterates over it or uses its weights: hook the layers inside, or the parent."
             )
-    if skipped and plan.spec.source is not None:
+    if skipped:
         modules, names = counted(len(skipped), "module"), some([layer.name for layer in skipped])
         plan.warnings.append(f"skipped {modules} that the model never calls (containers): {names}.")
     return called
 
 
 def _site(
-    root: nn.Module, layer: Layer, regularizer: Regularizer | None, spec: InjectionSpec, survey: LazySurvey | None
+    root: nn.Module, layer: Layer, regularizer: Regularizer, spec: InjectionSpec, survey: LazySurvey | None
 ) -> PlannedSite:
     """Return the site of one layer. Some regularizers have only one place, and read settings from the model."""
-    at, reading = spec.at, ""
-    if regularizer is not None:
-        if at == "input" and regularizer.only_at not in (None, "input"):
-            raise InjectionError(
-                f"inject: {regularizer.title} acts on the {regularizer.only_at} of a layer, got at={at!r}.\n"
-                f"  remove at={', and hook the layer before' * (regularizer.only_at == 'output')}"
-            )
-        if at == "parameters" or regularizer.only_at == "parameters":
-            from hookdrop.hooks.parameter_hooks import check_parameters  # only parameters need it
+    at, reading = regularizer.only_at or spec.at, ""
+    if spec.at == "input" != at:
+        raise InjectionError(
+            f"inject: {regularizer.title} acts on the {at} of a layer, got at='input'.\n"
+            f"  remove at={', and hook the layer before' * (at == 'output')}"
+        )
+    if "parameters" in (spec.at, at):
+        from hookdrop.hooks.parameter_hooks import check_parameters  # only parameters need it
 
-            at = "parameters"
-            reading = check_parameters(regularizer, layer.module, spec.tensor, layer.name)
-        at = regularizer.only_at or at
-        regularizer = regularizer.for_layer(root, layer.name, at, survey)
+        reading = check_parameters(regularizer, layer.module, spec.tensor, layer.name)
+    regularizer = regularizer.for_layer(root, layer.name, at, survey)
     return PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, at, reading=reading)
 
 
@@ -257,8 +254,6 @@ def _scale(sites: list[PlannedSite], scales: list[float]) -> None:
 
 def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:
     """Raise if the rate at the schedule's peak is out of range, or if the schedule has no rate to drive."""
-    if site.regularizer is None and not site.attribute:
-        return
     target, declared = site.target, P if site.regularizer is None else type(site.regularizer).rate
     if target is None or declared is None:
         if schedule is None:

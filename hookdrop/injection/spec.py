@@ -118,17 +118,17 @@ class InjectionSpec:
         return found
 
     @cached_property
-    def chosen(self) -> tuple[list[Regularizer | None], Entries]:
+    def chosen(self) -> tuple[list[Regularizer], Entries]:
         """A regularizer for each entry, or one for all, and the entries."""
         source = self.source
         if not isinstance(source, Mapping):
             if self.layers is None:
                 raise LayerError(
                     "`layers` is missing: pass a name, a glob such as 'layer3.*', a class, or a list of these.\n"
-                    '  see all:      print(hookdrop.plan(model, layers="**"))'
+                    "  see all:      print(hookdrop.layers(model))"
                 )
             as_entries(self.layers, "`layers`")
-            return [None if source is None else _regularizer(source)], self.layers
+            return [_regularizer(source)], self.layers
         if recipe := next((value for value in source.values() if isinstance(value, Recipe)), None):
             raise TypeError(f"the recipe {recipe!r} chooses its layers: pass it alone, not in a mapping.")
         if self.layers is not None:

@@ -1,4 +1,4 @@
-"""The public functions `inject`, `plan`, `without_hooks` and `update_bn`, and how a plan is placed."""
+"""The public functions `inject`, `plan`, `layers`, `without_hooks` and `update_bn`, and how a plan is placed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pickle
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,9 +36,13 @@ from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer
 from hookdrop.schedules import ConstantSchedule, Schedule
 from hookdrop.utils.errors import InjectionError, nothing_placed, warn
-from hookdrop.utils.select import Entries
+from hookdrop.utils.names import unwrapped
+from hookdrop.utils.select import Entries, named_layers, select
 from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey
+
+if TYPE_CHECKING:
+    from hookdrop.survey.tree import Layers
 
 _CONSTANT = ConstantSchedule()
 
@@ -104,8 +108,6 @@ def inject(
         <Injection 'dropblock': 2 sites, p=0.1 of 0.2, step 5 of LinearSchedule(steps=10)>
         >>> drop.remove()
     """
-    if regularizer is None:
-        raise TypeError("inject: the regularizer is None: pass one, such as DropBlock(p=0.1).")
     given = (layers, exclude, at, tensor, schedule, p_scale, name, on_existing, portable)
     with nothing_placed():
         return place(_plan(model, regularizer, given, total_steps, example_input))
@@ -113,7 +115,7 @@ def inject(
 
 def plan(
     model: nn.Module,
-    regularizer: Regularizers | InjectionSpec | None = None,
+    regularizer: Regularizers | InjectionSpec,
     *,
     layers: Entries | None = None,
     exclude: Entries | None = (),
@@ -129,7 +131,7 @@ def plan(
 ) -> Plan:
     """Show what `inject` would do with the same arguments, without changing the model.
 
-    Printing the plan shows a table. Without a regularizer, it lists layers: `print(plan(model, layers="**"))`.
+    Printing the plan shows a table. `layers` shows what there is to choose from.
 
     Example:
         >>> print(plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Dropout(p=0.1), layers="*", p_scale="depth"))
@@ -157,6 +159,54 @@ def _plan(model: nn.Module, regularizer: Any, given: tuple[Any, ...], total_step
     if isinstance(spec.source, Recipe):
         check_recipe_arguments(spec.source, spec.layers, spec.at, spec.tensor)
     return make_plan(model, spec, total_steps, example)
+
+
+def layers(model: nn.Module, example_input: Any = None, *, only: Entries = "**") -> Layers:
+    """Show the layers of a model, and what fits each: what a forward of the example does there.
+
+    Printing the result shows a tree, in which equal blocks are one row, such as `blocks.*.mlp`. Each entry of its first
+    column can be copied to `inject(model, ..., layers=...)`. The model does not change.
+
+    Args:
+        model: any `nn.Module`, wrapped or not.
+        example_input: a tensor, a tuple of arguments or a dict of keyword arguments. None uses the input size of timm,
+            the `dummy_inputs` of transformers, or an assumed image; without any of them, only names and types are
+            shown.
+        only: the layers to show; takes the same entries as `layers` of `inject`.
+
+    Returns:
+        A list of one entry for each layer, with `name`, `type`, `shape`, `calls`, `fits` and `rates`.
+
+    Raises:
+        InjectionError: the model does not run on `example_input`.
+        LayerError: an entry of `only` matches nothing.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+        >>> layers(model, torch.zeros(2, 3, 8, 8))
+        layers of Sequential, example: example_input (2, 3, 8, 8) float32
+        layer  type     shape    calls  what fits
+        -----  -------  -------  -----  -----------------------------------
+        0      Conv2d   2x8x6x6      1  DropBlock, Dropout2d: 8 maps of 6x6
+        1      ReLU     2x8x6x6      1
+        2      Flatten  2x288        1
+        3      Linear   2x10         1  Dropout, at="input": 288 features
+    """
+    from hookdrop.survey.facts import survey
+    from hookdrop.survey.tree import Layers, layer_facts
+
+    compiling.raise_if_tracing("layers()")
+    chosen = [layer.name for layer in select(model, only, source="`only`").layers]
+    try:
+        with hooks_removed(model):
+            found = survey(model, example_input)
+            every = layer_facts(named_layers(model), found)
+            example = f"example: {found.example.source}"
+    except InjectionError:
+        if example_input is not None:
+            raise
+        every, example = layer_facts(named_layers(model), None), "pass example_input=x for shapes, calls and what fits"
+    return Layers(every, chosen, f"layers of {type(unwrapped(model)).__name__}, {example}")
 
 
 @contextmanager

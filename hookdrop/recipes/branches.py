@@ -230,7 +230,7 @@ def _require_branches(recipe: Recipe, model: nn.Module, survey: Survey) -> Seque
     raise LayerError(
         f"{type(recipe).__name__} found no residual branch in {type(model).__name__}: {what}"
         "  choose the layers yourself: inject(model, ..., layers=...)\n"
-        '  see all:                    print(hookdrop.plan(model, layers="**"))'
+        "  see all:                    print(hookdrop.layers(model))"
     )
 
 

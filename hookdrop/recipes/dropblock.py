@@ -192,7 +192,7 @@ def _surveyed_part(model: nn.Module, found: Survey) -> tuple[str, Survey]:
 
 _YOURSELF = """
   choose the layers yourself: inject(model, DropBlock(p=0.1), layers=...)
-  see all:                    print(hookdrop.plan(model, layers="**"))"""
+  see all:                    print(hookdrop.layers(model))"""
 
 
 def _no_layers(recipe: Recipe, model: nn.Module, wanted: str) -> LayerError:

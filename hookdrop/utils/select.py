@@ -25,7 +25,7 @@ Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Entry: TypeAlias = str | re.Pattern[str] | type[nn.Module] | nn.Module | Predicate
 Entries: TypeAlias = Entry | Iterable[Entry]
 Value = TypeVar("Value")
-_SEE_ALL = '  see all:      print(hookdrop.plan(model, layers="**"))'
+_SEE_ALL = "  see all:      print(hookdrop.layers(model))"
 
 
 @dataclass

@@ -219,12 +219,14 @@ class TestModels:
 
     def test_regularizer_fits_the_rank_of_each_norm(self) -> None:
         trial = Trial("timm:convnextv2_tiny", (3, 32, 32))
-        chosen = choose_regularizers(hookdrop.plan(trial.build(), layers="**", example_input=trial.example().eval))
+        model = trial.build()
+        chosen = choose_regularizers(model, hookdrop.layers(model, trial.example().eval))
         kinds = {name: repr(regularizer) for name, regularizer in chosen.items()}
         assert kinds["stem.1"] == "DropBlock(p=0.1, block_size=3)"
         assert kinds["stages.1.blocks.0.norm"] == "DropBlock(p=0.1, block_size=3, channel_dim=-1)"
         tokens = Trial("timm:vit_tiny_patch16_224", (3, 32, 32), {"img_size": 32, "depth": 1, "qk_norm": True})
-        chosen = choose_regularizers(hookdrop.plan(tokens.build(), layers="**", example_input=tokens.example().eval))
+        model = tokens.build()
+        chosen = choose_regularizers(model, hookdrop.layers(model, tokens.example().eval))
         assert {type(regularizer) for regularizer in chosen.values()} == {hookdrop.Dropout}
         assert {"norm", "blocks.0.norm1", "blocks.0.attn.q_norm"} <= set(chosen)
 

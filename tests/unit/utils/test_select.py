@@ -198,14 +198,6 @@ def iterating() -> nn.Module:
 
 
 class TestSelection:
-    def test_plan_without_a_regularizer_has_no_warnings(self, model: Small, images: torch.Tensor) -> None:
-        """Errors recommend `print(plan(model, layers="**"))`."""
-        model.fc.requires_grad_(False)
-        for listed in (model, iterating(), nn.TransformerEncoderLayer(8, 2)):
-            assert plan(listed, layers="**").warnings == []
-            assert plan(listed, Dropout(0.1), layers="**").warnings
-        assert plan(model, layers="**", example_input=images).warnings == []
-
     def test_uncalled_container_matched_by_a_pattern_warns(self) -> None:
         drafted = plan(iterating(), Dropout(0.1), layers="*", example_input=torch.ones(2, 8))
         assert [site.name for site in drafted.sites] == ["blocks"]

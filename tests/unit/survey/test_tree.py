@@ -1,0 +1,136 @@
+"""The tree of layers: its patterns select what its rows stand for, and what fits agrees with the recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from hookdrop import Dropout, InjectionError, LayerError, inject, layers, plan, recipes
+from hookdrop.recipes.base import Recipe
+from hookdrop.survey.tree import Layers
+from hookdrop.utils.select import select
+from tests.support.models import Small
+
+timm = pytest.importorskip("timm")
+transformers = pytest.importorskip("transformers")
+
+
+def llama() -> nn.Module:
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, num_hidden_layers=12, num_key_value_heads=1))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet": lambda: timm.create_model("resnet18"),
+    "vit": lambda: timm.create_model("test_vit"),
+    "swin": lambda: timm.create_model(
+        "swin_tiny_patch4_window7_224", drop_path_rate=0.0, img_size=56, depths=(2, 1), num_heads=(1, 2), embed_dim=8
+    ),
+    "llama": llama,
+    "Sequential": lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(23)]),
+}
+EXAMPLES = {"Sequential": torch.ones(2, 4)}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def found(request: pytest.FixtureRequest) -> tuple[nn.Module, Layers]:
+    model = MODELS[request.param]()
+    return model, layers(model, EXAMPLES.get(request.param))
+
+
+def rows(found: Layers) -> list[tuple[str, str]]:
+    """The pattern of each row with the rest of it."""
+    lines = str(found).splitlines()[3 : -1 if "recipes that" in str(found) else None]
+    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines]
+
+
+def test_patterns_of_the_rows_select_each_layer_once(found: tuple[nn.Module, Layers]) -> None:
+    model, listed = found
+    selected = []
+    for pattern, rest in rows(listed):
+        names = [layer.name for layer in select(model, pattern).layers]
+        assert len(names) == (int(rest.partition("(x ")[2].partition(")")[0]) if "(x " in rest else 1)
+        types = {one.type for one in listed if one.name in names}
+        assert types == {rest.split()[0]}
+        selected += names
+    assert sorted(selected) == sorted(name for name, _ in model.named_modules() if name)
+
+
+@pytest.mark.parametrize(
+    ("what", "recipe"),
+    [
+        ("DropPath, ", recipes.stochastic_depth(p=0.1)),
+        ("LayerDrop: ", recipes.layer_drop(p=0.1)),
+        ("HeadDropout: ", recipes.head_dropout(p=0.1)),
+        ("DropKey: ", recipes.drop_key(p=0.1)),
+        ("NEFTune: ", recipes.neftune(alpha=5)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Recipe) else "",
+)
+def test_what_fits_agrees_with_the_recipe(found: tuple[nn.Module, Layers], what: str, recipe: Recipe) -> None:
+    model, listed = found
+    fitting = [one.name for one in listed if any(fit.startswith(what) for fit in one.fits)]
+    assert (f" {type(recipe).__name__}(" in str(listed)) == bool(fitting)
+    if fitting:
+        assert sorted(fitting) == sorted(site.name for site in plan(model, recipe).sites)
+    else:
+        with pytest.raises(LayerError):
+            plan(model, recipe, example_input=EXAMPLES.get(type(model).__name__))
+
+
+def test_rates_are_those_of_the_dropout_that_set_dropout_finds(found: tuple[nn.Module, Layers]) -> None:
+    model, listed = found
+    rates = {one.name: list(one.rates) for one in listed if one.rates}
+    assert rates == ({f"{i}.1": [0.1] for i in range(23)} if isinstance(model, nn.Sequential) else {})
+    assert ("set_dropout" in str(listed)) == bool(rates)
+
+
+def test_rates_of_equal_blocks_are_a_range() -> None:
+    model = timm.create_model("test_vit", drop_path_rate=0.1)
+    assert "already drops 0.02 to 0.1;" in str(layers(model, only="blocks.*.drop_path1"))
+
+
+def test_layers_changes_nothing_and_ignores_hooks(model: Small, images: torch.Tensor) -> None:
+    before = str(layers(model, images))
+    drop = inject(model, Dropout(0.5), layers="layer1.*")
+    rng = torch.get_rng_state()
+    assert str(layers(model, images)) == before
+    assert torch.equal(torch.get_rng_state(), rng)
+    drop.remove()
+
+
+def test_without_an_example_only_names_and_types_are_shown() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    found = layers(model)
+    assert [(one.name, one.type, one.shape, one.calls, one.fits) for one in found] == [
+        ("0", "Linear", None, None, ()),
+        ("1", "ReLU", None, None, ()),
+    ]
+    assert "pass example_input=x" in str(found)
+    with pytest.raises(InjectionError):
+        layers(model, torch.ones(2, 5))
+    with pytest.raises(LayerError):
+        layers(model, only="2")
+
+
+def test_layers_that_are_never_called_and_recurrent_layers() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.unused = nn.LSTM(4, 4, 2, dropout=0.2), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rnn(x)[0]
+
+    rnn, unused = layers(Model(), torch.ones(3, 2, 4))
+    assert (rnn.shape, rnn.rates) == ((3, 2, 4), (0.2,))
+    assert [fit.partition(":")[0] for fit in rnn.fits] == ["LockedDropout", 'Dropout, at="parameters"']
+    assert unused.fits == ("never called",)
+
+
+def test_html_shows_the_same_rows(model: Small, images: torch.Tensor) -> None:
+    found = layers(model, images)
+    assert found._repr_html_().count("<tr>") == len(rows(found)) + 1
