@@ -1,13 +1,14 @@
 """The text form of regularizers, recipes and schedules: a call by name with literal settings, never evaluated as code.
 
-`parse` reads what `repr` writes. Classes and functions from elsewhere have their full name, and reading them requires
-that the caller allows each.
+`parse` reads what `repr` writes. Classes and functions from elsewhere are written with their full name, and reading
+them, by this name or by their own, requires that the caller allows each.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -47,12 +48,12 @@ def parse(text: str) -> Any:
 
 
 def read(text: str, allow: Allowed = ()) -> Any:
-    """Like `parse`, also for the full names of the classes and functions in `allow`."""
+    """Like `parse`, also for the names of the classes and functions in `allow`: full ones, and their own if unique."""
     if not isinstance(text, str):
         raise TypeError(f"parse: text must be a str, got {text!r} ({type(text).__name__}).")
     try:
         node = ast.parse(text.strip(), mode="eval").body
-        return _read(node, text, {qualified_name(each): each for each in allow})
+        return _read(node, text, _names_of(allow))
     except (SyntaxError, RecursionError, MemoryError):
         raise _unreadable(text) from None
 
@@ -96,6 +97,13 @@ def qualified_name(thing: Any) -> str:
     if not hasattr(thing, "__qualname__"):
         raise StateError(f"{thing!r} is not a plain function or class: a text cannot name it.")
     return f"{thing.__module__}.{thing.__qualname__}"
+
+
+def _names_of(allow: Allowed) -> dict[str, Any]:
+    full = {qualified_name(each): each for each in allow}
+    count = Counter(each.__name__ for each in full.values())
+    own = {each.__name__: each for each in full.values() if count[each.__name__] == 1}
+    return {name: each for name, each in own.items() if name not in NAMES} | full
 
 
 def _read(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
@@ -156,7 +164,8 @@ def _unknown(name: str) -> str:
         return f"parse: {name!r} is not part of hookdrop.\n  {hint}if you trust it: from_dict(..., allow=[{name}])"
     near = nearest(name, NAMES)
     hint = f"did you mean: {', '.join(near)}" if near else f"available: {', '.join(NAMES)}"
-    return f"parse: {name!r} is not a hookdrop regularizer, recipe or schedule.\n  {hint}"
+    own = f"your own class: from_dict(..., allow=[{name}])"
+    return f"parse: {name!r} is not a hookdrop regularizer, recipe or schedule.\n  {hint}\n  {own}"
 
 
 def _unreadable(text: str) -> ValueError:

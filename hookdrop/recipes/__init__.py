@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hookdrop.recipes.base import Recipe
+    from hookdrop.recipes.base import Recipe, RecipeSite
     from hookdrop.recipes.branches import layer_drop, residual_dropout, stochastic_depth
     from hookdrop.recipes.dropblock import dropblock_detector, dropblock_resnet, dropblock_unet, timm_dropblock
     from hookdrop.recipes.model_dropout import set_dropout
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Recipe",
+    "RecipeSite",
     "drop_key",
     "dropblock_detector",
     "dropblock_resnet",
@@ -28,7 +29,7 @@ __all__ = [
     "stochastic_depth",
     "timm_dropblock",
 ]
-RECIPE_NAMES = tuple(name for name in __all__ if name != "Recipe")
+RECIPE_NAMES = tuple(name for name in __all__ if name not in ("Recipe", "RecipeSite"))
 
 
 def __getattr__(name: str) -> Any:

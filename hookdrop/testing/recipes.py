@@ -57,6 +57,8 @@ class RecipeChecks:
         ends = {branch.end for branch in found.branches} if self._hooks else set()
         inside = [site.at == "skip" or getattr(site.regularizer, "only_at", "") == "scores" for site in self._sites]
         self._in_branches = not any(inside) and all(site.name in ends for site in self._sites)
+        rates = [site.regularizer.rate for site in self._sites if site.regularizer is not None]
+        self._drops_all = all(rate is not None and rate.kind == "drop" and not rate.open_end for rate in rates)
 
     def _injected(self, spec: InjectionSpec | None = None, **settings: Any) -> tuple[nn.Module, Injection]:
         with warnings.catch_warnings():
@@ -147,7 +149,7 @@ class RecipeChecks:
             found, expected = (self._output(model.eval(), one)[1:] for one in (example, self._example))
         torch.testing.assert_close(found, expected)
 
-    @only_if(lambda self: self._hooks and self._in_branches)
+    @only_if(lambda self: self._hooks and self._in_branches and self._drops_all)
     def skips_remain_if_all_branches_are_dropped(self) -> None:
         """If all sites are dropped, the output must still depend on the input of the first block, through its skip."""
         model, drop = self._injected()

@@ -166,6 +166,11 @@ class TestRoundTrip:
         with pytest.raises(ValueError):
             InjectionSpec.from_dict(spec.to_dict())
         assert InjectionSpec.from_dict(spec.to_dict(), allow=[OwnRamp]).schedule == OwnRamp(4)
+        short = {"regularizer": "Dropout(p=0.5)", "layers": "0", "schedule": "OwnRamp(4)"}
+        assert InjectionSpec.from_dict(short, allow=[OwnRamp]).schedule == OwnRamp(4)
+        other = type("OwnRamp", (OwnRamp,), {"__module__": "elsewhere"})
+        with pytest.raises(ValueError):
+            InjectionSpec.from_dict(short, allow=[OwnRamp, other])  # which one?
 
     @pytest.mark.parametrize(
         ("settings", "hidden"),
