@@ -17,6 +17,7 @@ gpu:
 
 gallery: .venv/dev
 	$(BIN)/python examples/gallery.py --out docs
+	$(BIN)/python examples/how_it_works.py --out docs/pictures
 
 # The documentation site, in docs/_build/html; a warning is an error.
 docs: .venv/docs

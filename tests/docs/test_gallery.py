@@ -62,3 +62,11 @@ def test_see_prints_results_and_draws_a_figure(tmp_path: Path, capsys: pytest.Ca
     assert result["dropped"] == pytest.approx(0.3, abs=0.02)
     with Image.open(tmp_path / "see.png") as picture:
         assert picture.size == (1200, 880)
+
+
+def test_how_it_works_draws_the_pictures_of_the_pages(tmp_path: Path) -> None:
+    committed = ROOT / "docs" / "pictures"
+    load(ROOT / "examples" / "how_it_works.py").main(["--out", str(tmp_path)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in committed.iterdir())
+    assert all(0.5 < path.stat().st_size / (committed / path.name).stat().st_size < 2 for path in tmp_path.iterdir())
+    assert all(path.stat().st_size < 400_000 for path in committed.iterdir())
