@@ -7,7 +7,6 @@ from hookdrop import regularizers as _regularizers
 from hookdrop import schedules as _schedules
 from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.plan import Plan
-from hookdrop.injection.prediction import Prediction
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.text import parse
 from hookdrop.injection.verbs import inject, layers, plan, update_bn, without_hooks
@@ -20,6 +19,7 @@ from hookdrop.utils.seeding import seed_per_rank
 if TYPE_CHECKING:
     from hookdrop import observe as observe
     from hookdrop import recipes as recipes
+    from hookdrop.injection.prediction import Prediction as Prediction
 
 __version__ = "0.2.0"
 
@@ -53,9 +53,11 @@ __all__.sort()
 
 
 def __getattr__(name: str) -> Any:
-    """Import `observe` and `recipes` on first use, because they take as long as the rest."""
+    """Import `observe`, `recipes` and `Prediction` on first use, because they take as long as the rest."""
     if name in ("observe", "recipes"):
         return importlib.import_module(f"hookdrop.{name}")
+    if name == "Prediction":
+        return importlib.import_module("hookdrop.injection.prediction").Prediction
     raise AttributeError(f"module 'hookdrop' has no attribute {name!r}")
 
 

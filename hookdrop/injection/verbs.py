@@ -14,7 +14,6 @@ from torch.optim import swa_utils
 
 from hookdrop.guards.progress import watch
 from hookdrop.hooks import compiling
-from hookdrop.hooks.branch_hooks import SkipHook, SubsetHook
 from hookdrop.hooks.hook import SiteHook
 from hookdrop.hooks.registry import hidden_modules, hooks_removed
 from hookdrop.hooks.state import InjectionState
@@ -300,18 +299,19 @@ def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSi
         return AttributeSink(site.name, site.module, site.attribute, site.target, site.p_scale, state)
     # `resolve` checked that it can be pickled, and a deep copy takes ten times as long.
     settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
-    if site.at == "skip":
-        return SkipHook(*settings, site.branch)
+    # Only these sites need what is imported here.
+    if site.at == "skip" or "rows" in site.regularizer.needs:
+        from hookdrop.hooks.branch_hooks import SkipHook, SubsetHook
+
+        return SkipHook(*settings, site.branch) if site.at == "skip" else SubsetHook(*settings, "input")
     if site.at == "scores":
-        from hookdrop.hooks.score_hooks import ScoreHook  # only DropKey needs it
+        from hookdrop.hooks.score_hooks import ScoreHook
 
         return ScoreHook(*settings)
     if site.at == "parameters":
         from hookdrop.hooks.parameter_hooks import ParameterHook
 
         return ParameterHook(*settings)
-    if "rows" in site.regularizer.needs:
-        return SubsetHook(*settings, "input")
     return SiteHook(*settings, site.at)
 
 
