@@ -49,11 +49,17 @@ class Comparison:
         self._everything = [] if state.live.hidden_count else list(hooks_of(model))
         self.placed = [(module, hook) for module, hook in self._everything if hook.state is state]
         self.hooks = [hook for _, hook in self.placed] if hooks is None else hooks
+        self._rates = [one for one in state.live.members if one.is_attached and not isinstance(one, SiteHook)]
 
     @property
     def known(self) -> int:
         """The number of sites. A copy of a submodule has only some of those of the injection."""
         return sum(site in self.state.live.known_sites for site in self.state.sites)
+
+    @property
+    def what(self) -> str:
+        """What a site has."""
+        return "rate" if any(not isinstance(one, SiteHook) for one in self.state.live.members) else "hook"
 
     @property
     def and_resume(self) -> str:
@@ -68,7 +74,7 @@ class Comparison:
         state, live = self.state, self.state.live
         if live.hidden_count:
             return []
-        there = {hook.site for _, hook in self.placed} | set(self.copied)
+        there = {hook.site for _, hook in self.placed} | set(self.copied) | {one.site for one in self._rates}
         # A handle on a submodule does not report sites elsewhere in the model as lost.
         root = None if live.root is None else live.root()
         if all(module is not root for module in self.model.modules()):

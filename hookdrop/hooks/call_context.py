@@ -8,6 +8,7 @@ after an error, removes it.
 from __future__ import annotations
 
 import threading
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,16 @@ class CallValue(threading.local):
     def value(self) -> Any:
         """The value of the innermost call; None without a call."""
         return self.stack[-1] if self.stack else None
+
+
+def has_ended(frame: FrameType | None) -> bool:
+    """Whether a call in eager code has ended, also by an interrupt. If so, its local variables are freed."""
+    try:
+        if frame is not None:
+            frame.clear()
+    except RuntimeError:  # it is running
+        return False
+    return True
 
 
 def place_around(owner: SiteHook, module: nn.Module) -> None:
@@ -109,7 +120,8 @@ def _cache_settings(hook: SiteHook) -> str:
 
 def refuse_layout(regularizer: Regularizer, value: Any, x: Tensor) -> None:
     """Raise `ShapeError` if axis 0 of the tensor is not what the regularizer takes it for."""
-    if isinstance(container_of(value, x), PackedSequence) and regularizer.axes.startswith("N"):
+    has_axes = regularizer.axes.startswith("N") or bool(vars(regularizer).get("shared"))
+    if has_axes and isinstance(container_of(value, x), PackedSequence):
         raise ShapeError(
             "got a PackedSequence, whose rows are time steps of different samples.\n"
             "  hook a layer before pack_padded_sequence or after pad_packed_sequence, or use a regularizer that needs "

@@ -9,23 +9,34 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from hookdrop.hooks.call_context import CallValue
+from hookdrop.hooks.call_context import CallValue, has_ended
+from hookdrop.hooks.compiling import GraphBreak
 from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.registry import CompanionHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import TensorKey, detached_copy, fits
+from hookdrop.utils.torch_internals import (
+    runs_compiled_code,
+    skip_frames_of,
+    version_of,
+    when_compiler_is_imported,
+)
 
 START = "start"
 
@@ -106,10 +117,21 @@ def tied_elsewhere(root: nn.Module, sites: Mapping[str, nn.Module], which: Tenso
     return [f"{some(others)} shares a regularized weight, and stays as it is."] if others else []
 
 
+class _Hidden(NamedTuple):
+    """The attributes that a call has replaced."""
+
+    before: dict[str, Any]
+    """Their values before; None if the module had none."""
+    versions: dict[str, int]
+    """Those of the regularized parameters."""
+    frame: FrameType | None
+    """What runs the module, in eager code."""
+
+
 class ParameterHook(SiteHook):
     """A forward pre-hook that regularizes parameters of the module until the call ends."""
 
-    own = (*SiteHook.own, "hidden")
+    own = (*SiteHook.own, "hidden", "is_copy")
 
     def __init__(
         self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState
@@ -121,8 +143,13 @@ class ParameterHook(SiteHook):
         super().__init__(site, regularizer, p_scale, tensor, state, "parameters")
 
     def _start(self) -> None:
-        self.hidden = CallValue()  # the attributes that the call in progress has replaced
+        self.hidden = CallValue()  # what the call in progress has replaced
+        self.is_copy = False
         super()._start()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.is_copy = True  # maybe of a module during a call, whose attributes still hide its parameters
 
     def place(self, module: nn.Module) -> None:
         self.names = select_parameters(module, self.tensor, self.site)
@@ -134,16 +161,38 @@ class ParameterHook(SiteHook):
         self.handle = module.register_forward_pre_hook(self, with_kwargs=True, prepend=not gathers)
         self.accompany(module.register_forward_hook, ParameterHook.restore, always_call=True, prepend=gathers)
 
-    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        if self.hidden.stack:
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        if is_compiling():
+            super().__call__(module, args, *rest)
+        else:
+            _BEGIN.call(self, sys._getframe(1), runs_compiled_code(), module, args, *rest)
+
+    def _begin(self, frame: FrameType, is_compiled: bool, module: nn.Module, args: Any, *rest: Any) -> None:
+        rate = self.train_rate if module.training else self.eval_rate
+        if is_compiled and rate is not None and not type(module).forward.__module__.startswith("torch.nn."):
+            raise InjectionError(
+                f"{self.where}: the forward of {type(module).__name__} is compiled on its own, because the compiled "
+                "model begins or breaks the graph there, and it would use the parameters as they are.\n"
+                "  compile a function that calls the model: torch.compile(lambda *args: model(*args))   or leave this "
+                "layer uncompiled: torch.compiler.disable"
+            )
+        if self.hidden.stack and not has_ended(self.hidden.value.frame):
+            raise InjectionError(
+                f"{self.where}: the layer calls itself, and the inner call would use weights that are regularized "
+                'already.\n  hook a layer inside it, or its output: at="output"'
+            )
+        if self.hidden.stack or self.is_copy:
             self.settle(module)
-        return super().__call__(module, args, *rest)
+        super().__call__(module, args, *rest)
+        if self.hidden.stack:
+            self.hidden.replace(self.hidden.value._replace(frame=frame))
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         changed: dict[str, Any] = {}
         for name in self.names:
             x = self._parameter(module, name)
-            y = fn(x, start=self._start_of(name, x)) if self.start else fn(x)
+            given = x if self.replays else x.clone()  # a function of others may work in place
+            y = fn(given, start=self._start_of(name, x)) if self.start else fn(given)
             if y is not x:
                 changed[name] = y
         if changed:
@@ -151,7 +200,9 @@ class ParameterHook(SiteHook):
 
     def _parameter(self, module: nn.Module, name: str) -> Tensor:
         replica = getattr(module, "_is_replica", False)  # DataParallel's have attributes instead of parameters
-        by_others = name in vars(module) and not any(name in (hook.hidden.value or ()) for hook in _hooks_on(module))
+        by_others = name in vars(module) and not any(
+            name in hook.hidden.value.before for hook in _hooks_on(module) if hook.hidden.stack
+        )
         if not replica and (by_others or name not in module._parameters):
             raise InjectionError(
                 f"{self.where}: {name!r} is no longer a parameter (pruned, parametrized or in FSDP after inject?), or "
@@ -177,7 +228,8 @@ class ParameterHook(SiteHook):
             names: Any = module._flat_weights_names
             weights = [changed.get(name, getattr(module, name)) for name in names]
             changed |= {"_flat_weights": weights, "_flat_weight_refs": [weakref.ref(weight) for weight in weights]}
-        self.hidden.start({name: attributes.get(name) for name in changed})
+        versions = {} if is_compiling() else {name: version_of(changed[name]) for name in self.names if name in changed}
+        self.hidden.start(_Hidden({name: attributes.get(name) for name in changed}, versions, None))
         attributes.update(changed)
 
     @property
@@ -186,18 +238,42 @@ class ParameterHook(SiteHook):
         return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in self.start.values()))
 
     def restore(self, module: nn.Module, *_: Any) -> None:
-        """Show the parameters again; a value of None stands for an attribute that the module did not have."""
-        for name, value in (self.hidden.end() or {}).items():
+        """Show the parameters again."""
+        hidden, attributes = self.hidden.end(), vars(module)
+        if hidden is None:
+            return
+        if any(version_of(attributes[name]) != version for name, version in hidden.versions.items()):
+            self.state.warn_once(
+                "changed parameter",
+                f"{self.where}: the forward changed a regularized parameter in place (max_norm? clamp_?), which the "
+                "parameter itself does not see.\n  change it outside of the forward, or hook the output.",
+            )
+        for name, value in hidden.before.items():
             if value is None:
-                vars(module).pop(name, None)
+                attributes.pop(name, None)
             else:
-                vars(module)[name] = value
+                attributes[name] = value
 
     def settle(self, module: nn.Module) -> None:
         for hook in reversed(_hooks_on(module)):
             while hook.hidden.stack:
                 hook.restore(module)
+        copied = [name for name in self.names if name in vars(module) and name in module._parameters] * self.is_copy
+        self.is_copy = False
+        for name in copied:
+            del vars(module)[name]
+        if copied and isinstance(module, nn.RNNBase):
+            module._init_flat_weights()
 
 
 def _hooks_on(module: nn.Module) -> list[ParameterHook]:
     return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ParameterHook)]
+
+
+_BEGIN = GraphBreak(ParameterHook._begin, "hookdrop regularizes parameters of a layer that runs uncompiled.")
+# Inside a graph, these are part of it. Outside, compiling them alone would hide that the forward is compiled alone.
+when_compiler_is_imported(
+    lambda: skip_frames_of(
+        ParameterHook.__call__, ParameterHook.restore, CompanionHook.__call__, runs_compiled_code, CallValue.end
+    )
+)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from hookdrop.hooks.call_context import CallValue
+from hookdrop.hooks.call_context import CallValue, has_ended
 from hookdrop.hooks.checkpointing import running_checkpoint
 from hookdrop.hooks.compiling import GraphBreak
 from hookdrop.hooks.hook import SiteHook
@@ -66,10 +66,18 @@ class ScoreHook(SiteHook):
     def _begin(self, frame: FrameType | None, module: nn.Module, args: Any, *rest: Any) -> None:
         if frame is not None:
             remove_interrupted()
+            if any(mode is one for one in self.calls.stack for mode in _running.stack):
+                raise InjectionError(
+                    f"{self.where}: the layer calls itself, so the scores of the inner call would be regularized "
+                    "twice.\n  hook a layer inside it."
+                )
         self.calls.start(None)
         super().__call__(module, args, *rest)
         if self.calls.value is not None:
             self.calls.value.start(frame)
+
+    def settle(self, module: nn.Module) -> None:
+        remove_interrupted()
 
     def edit(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to all scores of this call, later."""
@@ -121,16 +129,6 @@ class ScoreMode(TorchFunctionMode):
         _running.stack.remove(self)
         remove_function_mode(self)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the call in eager code has ended. If so, its local variables are freed."""
-        try:
-            if self.frame is not None:
-                self.frame.clear()
-        except RuntimeError:  # it is running
-            return False
-        return True
-
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is not _ATTENTION and function is not _HIDING and function not in _SOFTMAX:
@@ -145,7 +143,7 @@ class ScoreMode(TorchFunctionMode):
         return self._call(function, args, kwargs)
 
     def _call_in_eager(self, function: Any, args: Any, kwargs: Any) -> Any:
-        if self.is_over:
+        if has_ended(self.frame):
             return function(*args, **kwargs)
         if function is not _HIDING and self.checkpoint != running_checkpoint():
             raise InjectionError(
@@ -195,7 +193,7 @@ _running = CallValue()  # the modes of this thread
 
 def remove_interrupted() -> None:
     """Remove the modes of calls that ended by a KeyboardInterrupt, after which PyTorch runs no hooks."""
-    for mode in [mode for mode in _running.stack if mode.is_over]:
+    for mode in [mode for mode in _running.stack if has_ended(mode.frame)]:
         mode.stop()
 
 

@@ -519,7 +519,7 @@ class Injection:
     def _problems(self, state: InjectionState, model: nn.Module, requested: bool = False) -> dict[str, str]:
         sinks, counter = self._only([state])._sinks, state.live.update_counter
         hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
-        found = find_problems(model, state, hooks, requested=requested) if hooks or not sinks else {}
+        found = find_problems(model, state, hooks, requested=requested)
         trained = any(hook.trained for hook in hooks) if hooks else counter is not None and counter.updates > 0
         return found | progress.schedule_problems(state, trained)
 

@@ -81,6 +81,7 @@ class AttributeSink:
         self.observers: list[Callable[..., None]] = []
         """While there are any, the attribute shows that it is this rate."""
         self.state.live.members.add(self)
+        self.state.live.known_sites.add(self.site)
         _attribute_sinks.setdefault(module, []).append(self)
 
     @property

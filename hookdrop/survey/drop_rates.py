@@ -182,6 +182,9 @@ class _Decisions(TorchFunctionMode):
         name = getattr(function, "__name__", "").strip("_")
         if name in ("bool", "item") and id(args[0]) in self._outcomes:
             return self._outcomes[id(args[0])][1]
+        if name in DROPS:  # at 0, it would return its input, which is no operation
+            args = [_RAISED if isinstance(arg, _Zero) else arg for arg in args]
+            kwargs = {key: _RAISED if isinstance(arg, _Zero) else arg for key, arg in (kwargs or {}).items()}
         output = function(*args, **kwargs or {})
         if name in _DRAWS:
             self._draws[id(output)] = output

@@ -186,6 +186,11 @@ def enable_hook_guards() -> bool:
     return bool(unguarded and frames) and not all(name.startswith("export.") for name in names)
 
 
+def runs_compiled_code() -> bool:
+    """Whether Python runs functions inside a compiled call, but outside of its graphs, and compiles them one by one."""
+    return "torch._dynamo" in sys.modules and callable(_C._dynamo.eval_frame.get_eval_frame_callback())
+
+
 def skip_frames_of(*functions: Any) -> None:
     """Do not compile functions where Python calls them; compiled code that calls them still traces into them."""
     for function in functions:
