@@ -140,16 +140,6 @@ def test_output_does_not_require_grad_without_gradients(case: Case) -> None:
 # --- outputs of several tensors
 
 
-def test_multihead_attention_returns_a_pair() -> None:
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, batch_first=True)})
-    inject(model, Dropout(1.0), layers="attention")
-    x = torch.randn(2, 5, 8)
-    out, weights = model["attention"](x, x, x)
-    assert not out.any()
-    assert weights.any()
-    assert model["attention"](x, x, x, need_weights=False)[1] is None
-
-
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
 def test_hidden_states_of_recurrent_networks_are_unchanged(cell: type[nn.RNNBase]) -> None:
     model = cell(4, 8, batch_first=True)
