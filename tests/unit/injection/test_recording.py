@@ -134,16 +134,6 @@ def test_mask_is_true_except_where_the_regularizer_drops(regularizer: Regularize
     assert r["0"].p == rate_of(regularizer)
 
 
-def test_recording_at_the_input_of_a_layer() -> None:
-    model = nn.Sequential(nn.Linear(16, 3))
-    drop = inject(model, Dropout(0.5), layers="0", at="input")
-    with drop.recording() as r:
-        out = model(X)
-    assert torch.equal(r["0"].before, X)
-    drop.remove()
-    assert torch.equal(model(r["0"].after), out)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint_recompute_is_not_recorded(reentrant: bool) -> None:
     model = nn.Sequential(nn.Linear(16, 16))
