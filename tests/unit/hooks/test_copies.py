@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from hookdrop import DropBlock, Dropout, Injection, InjectionError, LinearSchedule, find, inject
 from hookdrop.hooks.hook import SiteHook
@@ -159,3 +160,14 @@ def test_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, images
     assert next(iter(find(twin))).step_count == 7
     with torch.inference_mode():
         assert not torch.equal(twin(images), twin(images))
+
+
+def test_averaged_model_adds_no_keys_and_is_deterministic_inside_disabled(
+    model: Small, drop: Injection, images: torch.Tensor
+) -> None:
+    """AveragedModel copies the model in training mode, so it is stochastic by default."""
+    assert model.state_dict().keys() == Small().state_dict().keys()
+    averaged = AveragedModel(model)
+    assert not torch.equal(averaged(images), averaged(images))
+    with find(averaged).disabled():
+        assert torch.equal(averaged(images), averaged(images))

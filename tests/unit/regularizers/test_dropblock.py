@@ -46,23 +46,6 @@ def test_zeroed_fraction_is_p(size: tuple[int, ...], block: int | tuple[int, ...
     assert error < 0.01
 
 
-@pytest.mark.parametrize(("size", "block"), [((4,), (2,)), ((5,), (3,)), ((3, 3), (2, 2)), ((3, 4), (2, 3))])
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_exact_gamma_against_all_seed_patterns(size: tuple[int, ...], block: tuple[int, ...], p: float) -> None:
-    """Brute force: the expected dropped fraction over all patterns of seeds."""
-    gamma = gamma_for(size, block, p)
-    places = list(itertools.product(*(range(s - b + 1) for s, b in zip(size, block, strict=True))))
-    expected = 0.0
-    for pattern in itertools.product([0, 1], repeat=len(places)):
-        dropped = set()
-        for place in itertools.compress(places, pattern):
-            corners = [range(start, start + b) for start, b in zip(place, block, strict=True)]
-            dropped |= set(itertools.product(*corners))
-        probability = gamma ** sum(pattern) * (1 - gamma) ** (len(pattern) - sum(pattern))
-        expected += probability * len(dropped) / math.prod(size)
-    assert expected == pytest.approx(p, abs=1e-12)
-
-
 @given(
     size=st.lists(st.integers(1, 60), min_size=1, max_size=3).map(tuple),
     block=st.integers(1, 20),
