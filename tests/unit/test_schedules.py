@@ -74,26 +74,17 @@ def test_ramps_start_and_end_exactly(steps: int, start: float, end: float, delay
     assert all(low - 1e-12 <= schedule(delay + steps * k // 7) <= high + 1e-12 for k in range(8))
 
 
-def test_linear_schedule_matches_the_paper() -> None:
-    """keep_prob decreases linearly from 1 to its target."""
-    schedule, p = LinearSchedule(steps=1000), 0.1
-    keep = [1 - p * m for m in schedule.simulate(1001)]
-    expected = torch.linspace(1.0, 0.9, 1001, dtype=torch.float64)
-    torch.testing.assert_close(torch.tensor(keep, dtype=torch.float64), expected)
-
-
-def test_exponential_schedule_matches_curriculum_dropout() -> None:
-    """Keep = (1 - k) exp(-g t) + k with g = 10 / T, Morerio et al. equation 2; it never exceeds the target."""
+def test_curves_match_their_formulas() -> None:
+    """Curriculum dropout: keep = (1 - k) exp(-g t) + k with g = 10 / T, Morerio et al. equation 2; it never exceeds the target."""
     keep, total = 0.5, 1000
+    assert LinearSchedule(total).simulate(total + 1) == pytest.approx([t / total for t in range(total + 1)])
+    assert CosineSchedule(total).simulate(total + 1) == pytest.approx(
+        [(1 - math.cos(math.pi * t / total)) / 2 for t in range(total + 1)]
+    )
     for t in (0, 1, 10, 500, 1000, 5000):
         expected = (1 - keep) * math.exp(-10 / total * t) + keep
         assert 1 - (1 - keep) * ExponentialSchedule(total)(t) == pytest.approx(expected)
         assert ExponentialSchedule(total)(t) <= 1
-
-
-def test_cosine_schedule_is_half_way_after_half_the_steps() -> None:
-    assert CosineSchedule(100)(50) == pytest.approx(0.5)
-    assert CosineSchedule(100)(1) < LinearSchedule(100)(1)
 
 
 def test_chained_schedules_count_their_own_steps() -> None:

@@ -127,16 +127,6 @@ def test_outputs_that_cannot_be_regularized_are_errors(value: torch.Tensor) -> N
     assert "'0'" in str(error.value) + "".join(getattr(error.value, "__notes__", []))
 
 
-@ALL
-def test_output_does_not_require_grad_without_gradients(case: Case) -> None:
-    y = hooked(case.regularizer)(case.input())
-    assert not y.requires_grad
-    with torch.no_grad():
-        x = case.input().requires_grad_()
-        y = hooked(case.regularizer)(x)
-    assert y is x or not y.requires_grad
-
-
 # --- outputs of several tensors
 
 

@@ -171,17 +171,12 @@ class TestErrors:
     @pytest.mark.parametrize(
         "settings",
         [
-            {"regularizer": {"0": "Dropuot(p=0.1)"}},
-            DROPOUT | {"schedule": "LinearSchedul(steps=3)"},
-            DROPOUT | {"schedule": "LinearSchedule(step=3)"},
             DROPOUT | {"regularizer": "LinearSchedule(steps=3)"},
             DROPOUT | {"layers": [0]},
             DROPOUT | {"exclude": 1.5},
             DROPOUT | {"tensor": 1.5},
             DROPOUT | {"portable": "false"},
             {"regularizer": {0: "Dropout(p=0.1)"}},
-            {"regularizer": "stochastic_dept(p=0.1)"},
-            {"regularizer": "set_dropout(q=0.1)"},
             {"regularizer": "set_dropout(p=0.1)", "at": "input"},
             {"regularizer": "set_dropout(p=0.1)", "layers": nn.Dropout},
             {"regularizer": "set_dropout(p=2)"},

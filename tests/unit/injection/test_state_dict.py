@@ -95,8 +95,7 @@ def test_non_strict_load_warns_about_unmatched_sites() -> None:
     ("kwargs", "says"),
     [
         ({"schedule": LinearSchedule(40)}, "schedule: "),
-        ({"regularizer": DropBlock(0.4, 5)}, "block_size=5"),
-        ({"regularizer": DropBlock(0.2, 3)}, "p=0.2"),
+        ({"regularizer": DropBlock(0.2, 5)}, "p=0.2, block_size=5"),
         ({"p_scale": {"layer1.0": 0.5}}, "p_scale: "),
     ],
 )

@@ -9,7 +9,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from torch import nn
 
 from hookdrop import Cutout
 from hookdrop.functional import drop_block
@@ -72,24 +71,6 @@ def test_paper_gamma_drops_less_than_p(p: float, ratio: float) -> None:
     paper = gamma_for((14, 14), (7, 7), p, "paper")
     assert paper == pytest.approx(p / 49 * 196 / 64)
     assert gamma_for((14, 14), (7, 7), p) / paper == pytest.approx(ratio, abs=0.005)
-
-
-def test_dropped_elements_form_whole_blocks() -> None:
-    y = drop_block(torch.ones(50, 20, 11, 13), 0.2, (3, 4), normalize=None)
-    dropped = (y == 0).float().flatten(0, 1).unsqueeze(1)
-    fits = nn.functional.avg_pool2d(dropped, (3, 4), stride=1) == 1
-    blocks = nn.functional.conv_transpose2d(fits.float(), torch.ones(1, 1, 3, 4)) > 0
-    assert torch.equal(blocks, dropped.bool())
-    assert dropped.any()
-
-
-def test_per_channel_masks_differ_and_shared_masks_are_equal() -> None:
-    x = torch.ones(4, 8, 14, 14)
-    own = drop_block(x, 0.3, 5, normalize=None) == 0
-    shared = drop_block(x, 0.3, 5, normalize=None, per_channel=False) == 0
-    assert not torch.equal(own[:, 0], own[:, 1])
-    assert torch.equal(shared, shared[:, :1].expand_as(shared))
-    assert not torch.equal(shared[0], shared[1])
 
 
 @pytest.mark.parametrize("normalize", ["batch", "sample"])

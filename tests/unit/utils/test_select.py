@@ -12,8 +12,7 @@ import torch
 from hypothesis import assume, given
 from torch import nn
 
-from hookdrop import Dropout, HookdropWarning, LayerError, LinearSchedule, inject, plan
-from hookdrop.injection.verbs import place
+from hookdrop import Dropout, LayerError, inject, plan
 from hookdrop.utils.select import named_layers
 from tests.support.models import Small, names, toy
 
@@ -123,6 +122,8 @@ def test_classes_instances_and_predicates(model: Small) -> None:
     assert len(names(model, nn.modules.batchnorm._BatchNorm)) == 8
     assert names(model, model.layer1[1].bn2) == ["layer1.1.bn2"]
     assert names(model, [model.fc, model.conv1]) == ["conv1", "fc"]
+    counts = plan(model, Dropout(0.1), layers=["layer1.*", nn.Linear, re.compile("conv1")]).counts
+    assert counts == {"'layer1.*'": 2, "Linear": 1, "re.compile('conv1')": 1}
     wide = names(model, lambda name, module: name.startswith("layer2") and isinstance(module, nn.Conv2d))
     assert wide == ["layer2.0.conv1", "layer2.0.conv2", "layer2.1.conv1", "layer2.1.conv2"]
     assert "" not in names(model, lambda name, module: True)
@@ -214,16 +215,6 @@ class TestSelection:
         with pytest.raises(LayerError, match="which is never called: a hook on it never fires"):
             plan(iterating(), Dropout(0.1), layers="head*[s]")
 
-    def test_sites_that_never_run_warn_after_ten_steps(self) -> None:
-        model = iterating()
-        drop = inject(model, Dropout(0.1), layers="blocks", schedule=LinearSchedule(100))
-        for _ in range(9):
-            model(torch.ones(2, 8))
-            drop.step()
-        with pytest.warns(HookdropWarning, match="'blocks' never ran"):
-            drop.step()
-        drop.step()
-
     def test_multihead_attention_out_proj_is_never_called(self) -> None:
         """Its parent uses its weights; this is known without an example."""
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
@@ -231,15 +222,6 @@ class TestSelection:
             inject(model, Dropout(0.1), layers="layers.0.self_attn.out_proj")
         with pytest.raises(LayerError, match="which is never called: a hook on it never fires"):
             inject(model, Dropout(0.1), layers="**.out_proj")
-
-    def test_nested_sites_warn_with_the_effective_rate(self, model: Small) -> None:
-        """`layer1.**` matches the blocks and all of their submodules."""
-        drafted = plan(model, Dropout(0.1), layers="layer1.**")
-        (warning,) = drafted.warnings
-        assert "8 of 10 sites are nested inside other sites" in warning
-        assert "effective rate 0.19" in warning
-        with pytest.warns(HookdropWarning, match="nested inside other sites"):
-            place(drafted)
 
 
 def test_expressions_must_match_the_whole_name(model: Small) -> None:
@@ -254,15 +236,11 @@ def test_expressions_must_match_the_whole_name(model: Small) -> None:
     ("entry", "hint"),
     [
         ("layer5", "did you mean: 'layer2', 'layer1'"),
-        ("bn2", "'**.bn2' (4 modules)"),
-        ("0.bn2", "'**.0.bn2' (2 modules)"),
         ("layer1.0.bn3", "did you mean: 'layer1.0.bn2', 'layer1.0.bn1'"),
         ("BatchNorm2d", "the class BatchNorm2d itself, not its name as a string (8 modules)"),
         (r"layer\d\.0", r"a regular expression? write re.compile('layer\\d\\.0')"),
-        ("Layer1", "did you mean: 'layer1'"),
         ("convv2", "'**.conv2'"),
         ("layer1.bn2", "'layer1.*.bn2' (2 modules)"),
-        ("layer1.*bn2", "'layer1.*.bn2' (2 modules)"),
         ("layer1*bn2", "'layer1.*.bn2' (2 modules)"),
         ("layer?.bn2", "'layer?.*.bn2' (4 modules)"),
         ("*bn2", "'**.*bn2' (4 modules)"),
@@ -271,8 +249,3 @@ def test_expressions_must_match_the_whole_name(model: Small) -> None:
 def test_unknown_names_get_suggestions(model: Small, entry: str, hint: str) -> None:
     with pytest.raises(LayerError, match=re.escape(hint)):
         names(model, entry)
-
-
-def test_counts_of_each_entry(model: Small) -> None:
-    drafted = plan(model, Dropout(0.1), layers=["layer1.*", nn.Linear, re.compile("conv1")])
-    assert drafted.counts == {"'layer1.*'": 2, "Linear": 1, "re.compile('conv1')": 1}
