@@ -239,19 +239,6 @@ def test_a_penalty_that_is_not_read_for_20_updates_warns_once(fused: bool) -> No
     assert "nothing read the loss terms" in "".join(drop.check())
 
 
-def test_optimizers_of_other_libraries_are_noticed() -> None:
-    model, _ = penalized()
-
-    def descend() -> None:
-        for _ in range(25):
-            model(X).square().mean().backward()
-            with torch.no_grad():
-                _ = [weight.sub_(0.001 * weight.grad) for weight in model.parameters()]
-
-    with pytest.warns(HookdropWarning, match="nothing read the loss terms"):
-        descend()
-
-
 def test_unread_terms_of_earlier_updates_are_forgotten_so_that_a_late_reading_works() -> None:
     """Their graphs are used up: a backward pass through them would fail."""
     model, drop = penalized()

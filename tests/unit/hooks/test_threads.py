@@ -17,13 +17,11 @@ import torch
 from torch import nn
 
 from hookdrop import (
-    CosineSchedule,
     DropBlock,
     Dropout,
     HookdropWarning,
     InjectionError,
     LinearSchedule,
-    Schedule,
     find,
     inject,
     plan,
@@ -56,40 +54,6 @@ def fast_switches() -> Iterator[None]:
 
 
 class TestThreads:
-    SCHEDULES: tuple[Schedule, Schedule] = (LinearSchedule(30), CosineSchedule(17))
-
-    @staticmethod
-    def train(schedule: Schedule, wait: Callable[[], Any] = lambda: None) -> list[Any]:
-        """Train a new model; return the step count and the rates after each step."""
-        model = without_zeros()
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        drop = inject(model, Dropout(0.5), layers="*", p_scale="depth", schedule=schedule).follow(optimizer)
-        history: list[Any] = []
-        for _ in range(40):
-            wait()
-            optimizer.zero_grad()
-            model(X).sum().backward()
-            wait()
-            optimizer.step()
-            history.append((drop.step_count, drop.p, [site.p for site in drop.sites]))
-        assert drop.check() == []
-        drop.remove()
-        assert not find(model)
-        return history
-
-    def test_concurrent_trainings_have_the_same_rates_as_sequential_ones(self) -> None:
-        """A barrier synchronizes the steps."""
-        alone = [self.train(schedule) for schedule in self.SCHEDULES]
-        together: list[Any] = [None, None]
-        barrier = threading.Barrier(2, timeout=60)
-
-        def run(index: int) -> None:
-            together[index] = self.train(self.SCHEDULES[index], barrier.wait)
-
-        in_threads(lambda: run(0), lambda: run(1))
-        assert together == alone
-        assert together[0] != together[1]
-
     def test_inject_copy_and_remove_while_another_thread_trains(self) -> None:
         """Every optimizer step checks all sites that have not run, as those of the waiting models."""
         trained, waiting = without_zeros(), [without_zeros() for _ in range(30)]

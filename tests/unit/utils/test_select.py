@@ -89,16 +89,6 @@ def test_wrappers_do_not_change_matches(tree: dict[str, object], pattern: str) -
     assert names(nn.DataParallel(model), pattern) == reference(model, pattern)
 
 
-@given(tree=TREES)
-def test_names_with_and_without_wrapper_segments_match(tree: dict[str, object]) -> None:
-    model = build(tree)
-    wrapped = nn.DataParallel(model)
-    for name, _ in wrapped.named_modules():
-        plain = name.removeprefix("module").removeprefix(".")
-        if plain and name not in dict(model.named_modules()):
-            assert names(wrapped, name) == [plain]
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_functions_and_expressions_get_the_names_of_the_wrapper_if_no_other_matches(wrapped: bool) -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)))
