@@ -218,14 +218,6 @@ class TestFractions:
 
 
 class TestTotalSteps:
-    def test_inject_resolves_fractions(self) -> None:
-        drop = inject(
-            nn.Linear(2, 2), Dropout(0.2), layers=nn.Linear, schedule=LinearSchedule(steps=1.0), total_steps=50
-        )
-        assert drop.schedule == drop.spec.schedule == LinearSchedule(steps=50)
-        drop.seek(25)
-        assert drop.p == pytest.approx(0.1)
-
     def test_plan_shows_fractions_and_steps(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         planned = plan(model, Dropout(0.2), layers="0", schedule=LinearSchedule(steps=0.5), total_steps=50)

@@ -55,10 +55,7 @@ def fast_switches() -> Iterator[None]:
 
 class TestThreads:
     def test_inject_copy_and_remove_while_another_thread_trains(self) -> None:
-        """Every optimizer step checks all sites that have not run, as those of the waiting models."""
-        trained, waiting = without_zeros(), [without_zeros() for _ in range(30)]
-        for model in waiting:
-            inject(model, Dropout(0.5), layers="*")
+        trained = without_zeros()
         drop = inject(trained, DropBlock(0.5, 1, channel_dim=-1), layers="1", schedule=LinearSchedule(200))
         drop.follow(optimizer := torch.optim.SGD(trained.parameters(), 0.01))
         done = threading.Event()
@@ -73,7 +70,6 @@ class TestThreads:
 
         def others() -> None:
             while not done.is_set():
-                inject(without_zeros(), Dropout(0.5), layers="*")
                 with inject(model := without_zeros(), Dropout(0.5), layers="*") as own:
                     model(X)
                     own.enabled = False
@@ -81,10 +77,30 @@ class TestThreads:
                 assert find(twin).step_count <= drop.step_count
                 find(twin).remove()
 
-        with fast_switches():
-            in_threads(train, others, others)
+        in_threads(train, others)
         assert (drop.step_count, drop.p) == (200, 0.5)
         assert drop.check() == []
+
+    def test_optimizer_steps_while_other_threads_inject(self) -> None:
+        """Every optimizer step checks all sites that have not run."""
+        mine, waiting = without_zeros(), [without_zeros() for _ in range(30)]
+        for model in waiting:
+            inject(model, Dropout(0.5), layers="*")
+        optimizer = torch.optim.SGD(mine.parameters(), 0.01)
+        mine(X).sum().backward()
+        done = threading.Event()
+
+        def step() -> None:
+            for _ in range(100):
+                optimizer.step()
+            done.set()
+
+        def others() -> None:
+            while not done.is_set():
+                inject(without_zeros(), Dropout(0.5), layers="*")
+
+        with fast_switches():
+            in_threads(step, others, others)
 
     def test_data_parallel_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replicas share the hooks and run in threads; steps count once. Uses PyTorch's replicate with two fake devices."""

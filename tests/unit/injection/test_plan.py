@@ -36,7 +36,8 @@ class TestPlans:
         ids=["fused path", "frozen", "nested"],
     )
     def test_other_warnings(self, make: Callable[[], nn.Module], layers: str, says: str) -> None:
-        (warning,) = (drafted := plan(make(), Dropout(0.1), layers=layers)).warnings
+        example = torch.randn(2, 3, 16, 16) if isinstance(model := make(), Small) else None
+        (warning,) = (drafted := plan(model, Dropout(0.1), layers=layers, example_input=example)).warnings
         assert re.search(says, warning)
         with pytest.warns(UserWarning, match=says):
             place(drafted)

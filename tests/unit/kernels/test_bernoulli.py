@@ -15,17 +15,7 @@ from torch import Tensor
 
 from hookdrop.kernels import random_numbers
 from hookdrop.kernels.random_numbers import successes, trials
-from tests.support.bernoulli import (
-    CPU,
-    MIN_P_VALUE,
-    RATES,
-    Sampler,
-    by_successes,
-    by_trials,
-    gaps,
-    numbers,
-    positions,
-)
+from tests.support.bernoulli import CPU, MIN_P_VALUE, RATES, Sampler, by_successes, by_trials, gaps, numbers, positions
 
 
 def test_rare_successes_among_many_trials() -> None:

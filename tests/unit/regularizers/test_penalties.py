@@ -9,16 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from hookdrop import (
-    ActivationPenalty,
-    HookdropWarning,
-    LayerError,
-    Penalty,
-    Rate,
-    ShapeError,
-    inject,
-    plan,
-)
+from hookdrop import ActivationPenalty, HookdropWarning, LayerError, Penalty, Rate, ShapeError, inject, plan
 from hookdrop.functional import activation_penalty
 from hookdrop.testing import check_regularizer
 from tests.support.models import toy
