@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from hookdrop import NEFTune, Regularizer, ShapeError, inject
 from hookdrop.regularizers.samples import SampleRows
 from tests.support.leaks import entries
-from tests.support.models import toy
 
 IDS = torch.arange(12).view(2, 6)
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]])
@@ -113,8 +112,17 @@ class Sees(Regularizer):
         return x
 
 
+class Windowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.view(-1, 4))
+
+
 def test_the_number_of_samples_is_that_of_the_module_around() -> None:
-    model = toy(lambda m, x: m.inner(x.view(-1, 4)), inner=nn.Linear(4, 4))
+    model = Windowed()
     inject(model, Sees(samples=("", 0, False)), layers="inner")
     Sees.seen.clear()
     model(torch.zeros(3, 8))
