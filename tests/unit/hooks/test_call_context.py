@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -95,6 +96,12 @@ class TestAttentionMask:
         finally:
             finish.set()
             thread.join()
+
+    def test_copies_collect_their_own(self) -> None:
+        model = masked()
+        twin = copy.deepcopy(model)
+        model.embed._forward_hooks.clear()
+        assert torch.equal(noisy(twin, IDS, MASK), MASK == 1)
 
 
 class Sees(Regularizer):

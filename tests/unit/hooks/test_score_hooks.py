@@ -155,11 +155,12 @@ class TestAgainstAttentionWrittenOut:
 
     def test_recording_shows_the_scores_and_the_fraction_of_dropped_ones(self) -> None:
         model = nn.Sequential(Mixer(SDPA))
-        planned = plan(model, DropKey(0.1), layers="0", example_input=tokens(64))
+        for other in (model, nn.Sequential(Mixer(written_out))):
+            assert plan(other, DropKey(0.1), layers="0", example_input=tokens(64)).sites[0].shape == (N, H, 64, 64)
         drop = inject(model, DropKey(0.1), layers="0")
         with drop.recording() as recorded:
             model(tokens(64))
-        assert planned.sites[0].shape == recorded["0"].before.shape == (N, H, 64, 64)
+        assert recorded["0"].before.shape == (N, H, 64, 64)
         assert abs(recorded.totals.dropped - 0.1) < 5.0 * math.sqrt(0.09 / (N * H * 64 * 64))
         assert torch.equal(recorded["0"].mask, ~recorded["0"].after.isneginf())
         assert "-" in repr(recorded.totals)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import DropPath, HookdropWarning, InjectionError, LayerDrop, LayerError, inject, plan
+from hookdrop import DropPath, HookdropWarning, InjectionError, LayerDrop, LayerError, ShapeError, inject, plan
 from hookdrop.functional import drop_path, layer_drop
 from tests.support.models import toy
 
@@ -197,6 +197,8 @@ def test_the_first_tensor_of_the_output_is_replaced_by_the_input_which_may_be_a_
         inject(nn.Sequential(nn.Linear(4, 4)), LayerDrop(0.5), layers="0", at="input")
     with pytest.raises(InjectionError):
         LayerDrop(0.5)(torch.ones(2))
+    with pytest.raises(ShapeError):
+        layer_drop(torch.ones(2, 6), torch.ones(2, 4), 0.5)
 
 
 def test_gradients_of_a_skipped_layer_are_zero_not_missing() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hookdrop import HeadDropout, InjectionError, inject, plan
+from hookdrop import HeadDropout, InjectionError, find, inject, plan
 from hookdrop.recipes import head_dropout, residual_dropout, stochastic_depth
 from hookdrop.survey.facts import survey
 from tests.support.models import toy
@@ -98,6 +98,16 @@ def test_blocks_that_share_the_end_of_their_branch_raise(recipe: Any) -> None:
     model[1].b = model[0].b
     with pytest.raises(InjectionError, match="share '0.b'"):
         plan(model, recipe, p_scale="equal", example_input=torch.randn(2, 3, 8))
+
+
+def test_spec_of_all_injections_places_a_recipe_again() -> None:
+    """`find` has the order of the definition, and a recipe that of the execution."""
+    example = (X, True)
+    inject(model := Routed(), stochastic_depth(p=0.3), example_input=example).target_p = 0.6
+    spec = find(model).spec
+    drop = inject(Routed(), spec, example_input=example)
+    assert drop.target_p == 0.6
+    assert sorted(site.name for site in drop.sites) == ["early.b", "late.b"]
 
 
 class Cache:
