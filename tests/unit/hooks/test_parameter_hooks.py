@@ -219,30 +219,29 @@ def quantized():
 
 
 DROPOUT = Dropout(p=0.5)
-PAIR = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 REFUSED = [
     *(
-        (nn.Linear(2, 2), regularizer, {}, InjectionError, "acts on activations")
+        (lambda: nn.Linear(2, 2), regularizer, {}, InjectionError, "acts on activations")
         for regularizer in (DropPath(p=0.1), HeadDropout(p=0.1), DropBlock(p=0.1, block_size=3))
     ),
-    *((nn.Linear(2, 2), DROPOUT, {"tensor": name}, LayerError, None) for name in ("kernel", "bias_*")),
-    (nn.Linear(2, 2), DROPOUT, {"tensor": 0}, TypeError, None),
-    (nn.LSTM(4, 5), DROPOUT, {}, LayerError, r"weight_ih_l0 \(20, 4\), weight_hh_l0 \(20, 5\)"),
-    (PAIR, DROPOUT, {}, LayerError, r"name its layers: '0\.0', '0\.1'"),
-    (nn.LazyLinear(3), DROPOUT, {}, LayerError, "lazy"),
-    (nn.ReLU(), DROPOUT, {}, LayerError, "its own are: none"),
-    (quantized(), DROPOUT, {}, LayerError, "quantized"),
-    (nn.Linear(3, 3, device="meta"), Mixout(p=0.5), {}, InjectionError, "meta device"),
-    (nn.Linear(2, 2), Mixout(p=0.5), {"at": "input"}, InjectionError, "acts on the parameters of a layer, got at='input'"),
-    (nn.Linear(2, 2), neftune(alpha=5.0), {"layers": None}, TypeError, "remove at="),
+    *((lambda: nn.Linear(2, 2), DROPOUT, {"tensor": name}, LayerError, None) for name in ("kernel", "bias_*")),
+    (lambda: nn.Linear(2, 2), DROPOUT, {"tensor": 0}, TypeError, None),
+    (lambda: nn.LSTM(4, 5), DROPOUT, {}, LayerError, r"weight_ih_l0 \(20, 4\), weight_hh_l0 \(20, 5\)"),
+    (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), DROPOUT, {}, LayerError, r"name its layers: '0\.0', '0\.1'"),
+    (lambda: nn.LazyLinear(3), DROPOUT, {}, LayerError, "lazy"),
+    (nn.ReLU, DROPOUT, {}, LayerError, "its own are: none"),
+    (quantized, DROPOUT, {}, LayerError, "quantized"),
+    (lambda: nn.Linear(3, 3, device="meta"), Mixout(p=0.5), {}, InjectionError, "meta device"),
+    (lambda: nn.Linear(2, 2), Mixout(p=0.5), {"at": "input"}, InjectionError, "acts on the parameters of a layer, got at='input'"),
+    (lambda: nn.Linear(2, 2), neftune(alpha=5.0), {"layers": None}, TypeError, "remove at="),
 ]  # fmt: skip
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(("layer", "regularizer", "settings", "error", "says"), REFUSED)
-    def test_what_has_no_weights_to_regularize(self, layer, regularizer, settings, error, says):
+    @pytest.mark.parametrize(("make", "regularizer", "settings", "error", "says"), REFUSED)
+    def test_what_has_no_weights_to_regularize(self, make, regularizer, settings, error, says):
         with pytest.raises(error, match=says):
-            inject(nn.Sequential(layer), regularizer, **{"layers": "0", "at": "parameters"} | settings)
+            inject(nn.Sequential(make()), regularizer, **{"layers": "0", "at": "parameters"} | settings)
 
     def test_parametrized_weights_with_the_layer_to_hook_instead(self, linear, x):
         model = nn.Sequential(parametrizations.weight_norm(linear))
