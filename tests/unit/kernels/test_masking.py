@@ -75,6 +75,18 @@ def test_vmap_randomness_controls_the_masks(settings: dict) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
+def test_vmap_over_any_axis(settings: dict) -> None:
+    x = torch.rand(5, 4, 8, 12, 12) + 1
+    mapped = vmap(lambda x: drop_block(x, **settings), in_dims=2, out_dims=2, randomness="different")
+    y = mapped(x.movedim(0, 2)).movedim(2, 0)
+    kept = y != 0
+    if settings["normalize"] in ("expected", None):
+        factor = 1 / (1 - settings["p"]) if settings["normalize"] else 1.0
+        torch.testing.assert_close(y, torch.where(kept, x * factor, 0))
+    assert 0 < kept.float().mean() < 1
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
 def test_extreme_rates(settings: dict) -> None:
     x = torch.ones(4, 8, 12, 12)
     for p, expected in ((1e-12, x), (1.0, torch.zeros_like(x))):
