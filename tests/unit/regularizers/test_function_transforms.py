@@ -265,3 +265,12 @@ def test_tensor_subclass_is_kept_and_allows_inplace_operations(case: Case, share
         assert type(y) is type(x)
     assert results[1][1].meta == {"spacing": 0.5}
     assert all_equal(*[[tensor.as_subclass(torch.Tensor) for tensor in tensors] for tensors in results])
+
+
+@pytest.mark.parametrize("regularizer", [Dropout(0.3), DropBlock(0.3, 3)], ids=repr)
+def test_leaf_subclass_receives_its_gradient(regularizer: nn.Module) -> None:
+    """No operation precedes it, so the gradient reaches the leaf itself."""
+    leaf = with_meta(torch.ones(4, 16, 32, 32)).requires_grad_()
+    y = regularizer(leaf)
+    y.sum().backward()
+    assert torch.equal(leaf.grad.as_subclass(torch.Tensor), y.detach().as_subclass(torch.Tensor))

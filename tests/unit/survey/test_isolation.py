@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import DropBlock, Dropout, HookdropWarning, inject
+from hookdrop import DropBlock, Dropout, HookdropWarning, inject, plan
 from tests.support.models import ROWS, Small, toy
 
 
@@ -101,3 +101,12 @@ class TestNoSideEffects:
         drop.probe(torch.randn(2, 3, 16, 16))
         with pytest.warns(HookdropWarning, match="covers the whole 6x6 map"):
             model(torch.randn(2, 3, 6, 6))
+
+
+def test_inject_does_not_change_the_random_state(model: nn.Module, images: torch.Tensor) -> None:
+    state = torch.get_rng_state()
+    drop = inject(model, DropBlock(0.5, 3), layers="layer1.*", example_input=images)
+    drop.probe(images)
+    print(plan(model, Dropout(0.1), layers="**", example_input=images, on_existing="stack"))
+    drop.remove()
+    assert torch.equal(torch.get_rng_state(), state)
