@@ -74,26 +74,17 @@ def test_ramps_start_and_end_exactly(steps: int, start: float, end: float, delay
     assert all(low - 1e-12 <= schedule(delay + steps * k // 7) <= high + 1e-12 for k in range(8))
 
 
-def test_linear_schedule_matches_the_paper() -> None:
-    """keep_prob decreases linearly from 1 to its target."""
-    schedule, p = LinearSchedule(steps=1000), 0.1
-    keep = [1 - p * m for m in schedule.simulate(1001)]
-    expected = torch.linspace(1.0, 0.9, 1001, dtype=torch.float64)
-    torch.testing.assert_close(torch.tensor(keep, dtype=torch.float64), expected)
-
-
-def test_exponential_schedule_matches_curriculum_dropout() -> None:
-    """Keep = (1 - k) exp(-g t) + k with g = 10 / T, Morerio et al. equation 2; it never exceeds the target."""
+def test_curves_match_their_formulas() -> None:
+    """Curriculum dropout: keep = (1 - k) exp(-g t) + k with g = 10 / T, Morerio et al. equation 2; it never exceeds the target."""
     keep, total = 0.5, 1000
+    assert LinearSchedule(total).simulate(total + 1) == pytest.approx([t / total for t in range(total + 1)])
+    assert CosineSchedule(total).simulate(total + 1) == pytest.approx(
+        [(1 - math.cos(math.pi * t / total)) / 2 for t in range(total + 1)]
+    )
     for t in (0, 1, 10, 500, 1000, 5000):
         expected = (1 - keep) * math.exp(-10 / total * t) + keep
         assert 1 - (1 - keep) * ExponentialSchedule(total)(t) == pytest.approx(expected)
         assert ExponentialSchedule(total)(t) <= 1
-
-
-def test_cosine_schedule_is_half_way_after_half_the_steps() -> None:
-    assert CosineSchedule(100)(50) == pytest.approx(0.5)
-    assert CosineSchedule(100)(1) < LinearSchedule(100)(1)
 
 
 def test_chained_schedules_count_their_own_steps() -> None:
@@ -227,14 +218,6 @@ class TestFractions:
 
 
 class TestTotalSteps:
-    def test_inject_resolves_fractions(self) -> None:
-        drop = inject(
-            nn.Linear(2, 2), Dropout(0.2), layers=nn.Linear, schedule=LinearSchedule(steps=1.0), total_steps=50
-        )
-        assert drop.schedule == drop.spec.schedule == LinearSchedule(steps=50)
-        drop.seek(25)
-        assert drop.p == pytest.approx(0.1)
-
     def test_plan_shows_fractions_and_steps(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         planned = plan(model, Dropout(0.2), layers="0", schedule=LinearSchedule(steps=0.5), total_steps=50)

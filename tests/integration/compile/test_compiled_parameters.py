@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hookdrop import Dropout, LinearSchedule, Mixout, Regularizer, inject
+from hookdrop import Dropout, InjectionError, LinearSchedule, Mixout, Regularizer, inject
 from tests.support.compiling import graphs
+from tests.support.models import toy
 
 pytestmark = pytest.mark.filterwarnings("ignore:Skipping serialization:UserWarning")  # raised by PyTorch 2.6 itself
 
@@ -45,3 +48,18 @@ def test_an_lstm_runs_uncompiled() -> None:
     fast(torch.randn(5, 3, 8))[0].sum().backward()
     assert (model[0].weight_hh_l0.grad == 0).float().mean() == pytest.approx(0.5, abs=0.02)
     assert (model[0].weight_ih_l0.grad == 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("compiled", [lambda model: model, lambda model: lambda x: model(x)], ids=["model", "function"])
+def test_a_forward_that_is_compiled_alone_raises(compiled: Callable[[nn.Module], Any]) -> None:
+    """PyTorch runs the hooks of the outermost module outside of the graph, which would use the parameter as it is."""
+    model = toy(lambda net, x: x @ net.weight, weight=nn.Parameter(torch.ones(50, 50)))
+    drop = inject(model, Dropout(p=0.5), layers=model, at="parameters", schedule=LinearSchedule(1))
+    fast = torch.compile(compiled(model), backend="eager", fullgraph=True)
+    if compiled(model) is model:
+        with pytest.raises(InjectionError):
+            fast(torch.eye(50))
+    else:
+        for step in (0, 1):
+            drop.seek(step)
+            assert (fast(torch.eye(50)) == 0).float().mean() == pytest.approx(0.5 * step, abs=0.05)

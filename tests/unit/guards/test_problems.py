@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hookdrop import Dropout, DropPath, HookdropWarning, LinearSchedule, inject
+from hookdrop.recipes import set_dropout
 from tests.support.models import Small, toy
 
 
@@ -29,6 +30,16 @@ class TestChecks:
         drop.metrics()
         with pytest.warns(HookdropWarning, match="lost their hook"):
             drop.remove()
+
+    def test_replaced_dropout_of_the_model_is_reported(self) -> None:
+        model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+        drop = inject(model, set_dropout(p=0.2), example_input=torch.ones(2), schedule=LinearSchedule(50))
+        assert drop.check() == []
+        model[1] = nn.Dropout(0.7)
+        (problem,) = drop.check()
+        assert problem.startswith("'set_dropout': 1 of 2 sites lost their rate: '1'")
+        model[0] = nn.Identity()
+        assert [one.partition(":")[2][:7] for one in drop.check()] == [" 2 of 2"]
 
     def test_layers_always_in_eval_mode_are_reported(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.1), layers="layer?.*")

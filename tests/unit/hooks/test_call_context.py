@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookdrop import NEFTune, Regularizer, ShapeError, inject
 from hookdrop.regularizers.samples import SampleRows
+from tests.support.leaks import entries
 
 IDS = torch.arange(12).view(2, 6)
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]])
@@ -55,11 +55,6 @@ class TestAttentionMask:
         assert torch.equal(noisy(model, IDS, MASK), MASK == 1)
         assert torch.equal(noisy(model, IDS), ALL)
 
-    def test_a_direct_call_of_the_embedding_has_none(self) -> None:
-        model = masked()
-        model(IDS, MASK)
-        assert torch.equal(noisy(model.embed, IDS), ALL)
-
     def test_an_error_leaves_nothing_behind(self) -> None:
         model = masked()
         with pytest.raises(RuntimeError):
@@ -84,17 +79,6 @@ class TestAttentionMask:
             loss.backward() if run is None else (run.start(), run.join())
             gradients.append(model.embed.weight.grad)
         assert torch.equal(*gradients)
-
-    def test_threads_do_not_mix_and_leave_nothing_behind(self) -> None:
-        model, found = masked(), {}
-
-        def run(index: int) -> None:
-            mask = MASK if index % 2 else None
-            found[index] = all(torch.equal(noisy(model, IDS, mask), ALL if mask is None else MASK == 1) for _ in "abc")
-
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(run, range(8)))
-        assert list(found.values()) == [True] * 8
 
     @pytest.mark.parametrize("compiled", [False, True])
     def test_a_direct_call_during_a_call_in_another_thread_has_none(self, compiled: bool) -> None:
@@ -146,7 +130,7 @@ class Windowed(nn.Module):
 
 def test_the_number_of_samples_is_that_of_the_module_around() -> None:
     model = Windowed()
-    drop = inject(model, Sees(samples=("", 0, False)), layers="inner")
+    inject(model, Sees(samples=("", 0, False)), layers="inner")
     Sees.seen.clear()
     model(torch.zeros(3, 8))
     model(torch.zeros(5, 8))
@@ -155,6 +139,5 @@ def test_the_number_of_samples_is_that_of_the_module_around() -> None:
     with inject(model, Sees(), layers="inner", on_existing="replace"):  # without a fact, each row is a sample
         model(torch.zeros(3, 8))
     assert Sees.seen[-1] is None
-    drop = inject(model, Sees(samples=("", 0, False)), layers="inner")
-    drop.remove()
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    inject(model, Sees(samples=("", 0, False)), layers="inner").remove()
+    assert entries(model) == 0

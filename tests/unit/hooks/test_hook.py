@@ -33,16 +33,6 @@ def test_the_mode_of_the_hooked_layer_applies(model: nn.Module, images: torch.Te
     assert m.totals.sites["layer1.1.bn1"].calls == 1
 
 
-def test_modules_called_several_times_draw_a_mask_each_time() -> None:
-    relu = nn.ReLU()
-    model = nn.Sequential(relu, nn.Identity(), relu)
-    drop = inject(model, Dropout(0.5), layers="0")
-    with drop.recording(last=0) as m:
-        out = model(torch.ones(10_000))
-    assert m.totals.sites["0"].calls == 2
-    assert (out == 0).float().mean() == pytest.approx(0.75, abs=0.03)
-
-
 def returns_none(x: torch.Tensor) -> None:
     """A function whose `return` is missing."""
 

@@ -19,13 +19,15 @@ from tests.support.injections import scheduled
 from tests.support.training import backward
 
 
-def test_counts_steps_not_forwards_under_gradient_accumulation() -> None:
-    model, drop, optimizer = scheduled()
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
+def test_counts_steps_not_forwards_under_gradient_accumulation(cls: Callable[..., torch.optim.Optimizer]) -> None:
+    model, drop, _ = scheduled()
+    optimizer = cls(model.parameters(), 1e-3)
     assert drop.follow(optimizer) is drop
     for batch in range(12):
         backward(model)
         if batch % 4 == 3:
-            optimizer.step()
+            optimizer.step(lambda: backward(model))
             optimizer.zero_grad()
     assert drop.step_count == 3
     assert drop.p == pytest.approx(0.015)
@@ -49,21 +51,14 @@ def test_steps_of_an_optimizer_that_calls_super_count_once() -> None:
         nesting.step()
     assert len(calls) == 20
     assert drop.step_count == 10
-    drop.follow(None).follow(base)
+    drop.follow(None)
+    for _ in range(UPDATES_BEFORE_WARNING):  # counted twice, the schedule would seem to stand still twice as soon
+        nesting.step()
+    with pytest.warns(HookdropWarning, match="is still at step 10"):
+        nesting.step()
+    drop.follow(base)
     base.step()
     assert drop.step_count == 11
-
-
-def test_updates_of_an_optimizer_that_calls_super_count_once() -> None:
-    """Otherwise, the schedule would seem to stand still twice as soon."""
-    model, drop, _ = scheduled()
-    optimizer = Nesting(model.parameters(), 0.1)
-    for _ in range(UPDATES_BEFORE_WARNING):
-        backward(model)
-        optimizer.step()
-    assert drop.step_count == 0
-    with pytest.warns(HookdropWarning, match="is still at step 0"):
-        optimizer.step()
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -111,15 +106,6 @@ def test_steps_skipped_by_grad_scaler_do_not_count(fused: bool) -> None:
     assert drop.step_count == 3
 
 
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.LBFGS])
-def test_any_optimizer(cls: type[torch.optim.Optimizer]) -> None:
-    model, drop, _ = scheduled()
-    optimizer = cls(model.parameters(), 1e-3)
-    drop.follow(optimizer)
-    optimizer.step(lambda: backward(model))
-    assert drop.step_count == 1
-
-
 def test_follow_a_new_optimizer_after_the_old_one_is_deleted() -> None:
     """A re-run notebook cell rebuilds the optimizer."""
     model, drop, optimizer = scheduled()
@@ -156,9 +142,9 @@ class TestResume:
         backward(model)
         optimizer.step()
 
-    @pytest.mark.parametrize("restore", ["seek", "load_state_dict"])
+    @pytest.mark.parametrize("restore", ["seek", "load_state_dict", "end"])
     def test_resumed_optimizer_with_a_new_schedule_warns_once(self, restore: str) -> None:
-        """And `check` reports it until the step is set."""
+        """And `check` reports it until the step is set, or the schedule has ended."""
         model, drop, optimizer = self.resumed()
         with pytest.warns(HookdropWarning, match="has already taken 50 steps") as warned:
             self.step(model, optimizer)
@@ -166,16 +152,33 @@ class TestResume:
         moved = {"at step 0": "at step 2", "taken 50": "taken 52", "seek(50)": "seek(52)", "seek(0)": "seek(2)"}
         expected = reduce(lambda text, old: text.replace(old, moved[old]), moved, str(warned[0].message))
         assert (drop.step_count, drop.check()) == (2, [expected])
-        drop.seek(52) if restore == "seek" else drop.load_state_dict(drop.state_dict())
+        if restore == "seek":
+            drop.seek(52)
+        elif restore == "load_state_dict":
+            drop.load_state_dict(drop.state_dict())
+        else:
+            drop.follow(None).step(100)
         assert drop.check() == []
 
-    def test_a_schedule_that_has_ended_is_not_starting_over(self) -> None:
-        model, drop, optimizer = self.resumed()
-        with pytest.warns(HookdropWarning):
-            self.step(model, optimizer)
-        drop.follow(None)
-        drop.step(100)
-        assert drop.check() == []
+    @pytest.mark.parametrize(
+        "restore", ["seek", "load_state_dict", "seek(0)", "without a step count", "a new optimizer"]
+    )
+    def test_other_steps_do_not_warn(self, restore: str) -> None:
+        """Restored or explicit ones, and those of optimizers that count none."""
+        model, drop, optimizer = self.resumed(
+            torch.optim.SGD if restore == "without a step count" else torch.optim.AdamW
+        )
+        if restore == "load_state_dict":
+            saved = drop.state_dict()
+            saved["injections"]["dropout"]["step_count"] = 50
+            drop.load_state_dict(saved)
+        elif restore.startswith("seek"):
+            drop.seek(50 if restore == "seek" else 0)
+        elif restore == "a new optimizer":
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+            drop.follow(None).follow(optimizer)
+        self.step(model, optimizer)
+        assert drop.step_count == (51 if restore in ("seek", "load_state_dict") else 1)
 
     def test_resumed_momentum_warns(self) -> None:
         """SGD counts no steps, but only a new optimizer has no momentum."""
@@ -199,27 +202,6 @@ class TestResume:
         scheduler.step()
         self.step(model, optimizer)
 
-    @pytest.mark.parametrize("restore", ["seek", "load_state_dict", "seek(0)"])
-    def test_restored_or_explicit_step_does_not_warn(self, restore: str) -> None:
-        model, drop, optimizer = self.resumed()
-        if restore == "load_state_dict":
-            saved = drop.state_dict()
-            saved["injections"]["dropout"]["step_count"] = 50
-            drop.load_state_dict(saved)
-        else:
-            drop.seek(50 if restore == "seek" else 0)
-        self.step(model, optimizer)
-        assert drop.step_count == (1 if restore == "seek(0)" else 51)
-
-    def test_optimizers_without_a_step_count_do_not_warn(self) -> None:
-        model, drop, optimizer = self.resumed(torch.optim.SGD)
-        self.step(model, optimizer)
-        drop.follow(None)
-        again = torch.optim.AdamW(model.parameters(), 1e-3)
-        drop.follow(again)
-        self.step(model, again)
-        assert drop.step_count == 2
-
 
 class OtherOptimizer:
     """Not a torch optimizer."""
@@ -234,9 +216,9 @@ class OtherOptimizer:
             parameter.grad = None
 
 
-def test_schedule_that_is_not_advancing_warns_under_other_optimizers() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
+@pytest.mark.parametrize("steps_by_hand", [False, True])
+def test_schedule_that_is_not_advancing_warns_under_other_optimizers(steps_by_hand: bool) -> None:
+    model, drop, _ = scheduled()
     optimizer = OtherOptimizer(model.parameters())
 
     def train(steps: int, accumulate: int = 1) -> None:
@@ -244,9 +226,15 @@ def test_schedule_that_is_not_advancing_warns_under_other_optimizers() -> None:
             for _ in range(accumulate):
                 backward(model)
             optimizer.step()
+            if steps_by_hand:
+                drop.step()
 
     train(2, accumulate=60)
     train(UPDATES_BEFORE_WARNING - 4)
+    if steps_by_hand:
+        train(60)
+        assert drop.check() == []
+        return
     with pytest.warns(HookdropWarning, match="its schedule is not advancing") as caught:
         train(60)
     assert len(caught) == 1
@@ -269,14 +257,3 @@ def test_first_site_in_eval_mode_does_not_hide_a_schedule_that_is_not_advancing(
     texts = [str(warning.message) for warning in caught]
     assert [text for text in texts if "its schedule is not advancing" in text]
     assert [text for text in texts if "'1' only ran in eval mode" in text]
-
-
-def test_manual_steps_under_other_optimizers_do_not_warn() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
-    optimizer = OtherOptimizer(model.parameters())
-    for _ in range(3 * UPDATES_BEFORE_WARNING):
-        backward(model)
-        optimizer.step()
-        drop.step()
-    assert drop.check() == []

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
 
 from hookdrop import (
     DropBlock,
@@ -21,7 +20,6 @@ from hookdrop import (
     InjectionError,
     InjectionSpec,
     LayerError,
-    LinearSchedule,
     Masksembles,
     Mixout,
     find,
@@ -44,10 +42,6 @@ LAYERS = {
         ["in_proj_weight"],
     ),
 }
-
-
-def weights_of(layer):
-    return {name: value.detach().clone() for name, value in layer.state_dict(keep_vars=True).items()}
 
 
 def placed(layer, regularizer=None, **settings):
@@ -75,7 +69,8 @@ class TestLayers:
     def test_output_is_that_of_a_layer_with_the_regularized_weights(self, kind):
         make, arguments, names = LAYERS[kind]
         layer, args = make(), arguments()
-        twin, before = copy.deepcopy(layer), weights_of(layer)
+        twin, before, clean = copy.deepcopy(layer), layer.state_dict(), layer.eval()(*args)
+        layer.train()
         _, drop = placed(layer, tensor="weight_hh_*" if "weight_hh_l0" in names else None)
         found = seeded(layer, *args)
         torch.manual_seed(3)
@@ -84,25 +79,10 @@ class TestLayers:
                 getattr(twin, name).copy_(Dropout(p=0.5)(getattr(twin, name)))
         torch.testing.assert_close(found, twin(*args), rtol=0, atol=0)
         assert drop.sites[0].called
-        torch.testing.assert_close(weights_of(layer), before, rtol=0, atol=0)
+        torch.testing.assert_close([layer.state_dict(), layer.eval()(*args)], [before, clean], rtol=0, atol=0)
         drop.remove()
         assert not layer._forward_pre_hooks
         assert not layer._forward_hooks
-
-    @pytest.mark.parametrize("kind", LAYERS)
-    def test_eval_output_is_that_of_the_layer(self, kind):
-        make, arguments, _ = LAYERS[kind]
-        layer, args = make().eval(), arguments()
-        clean = layer(*args)
-        placed(layer, tensor="*weight*")
-        torch.testing.assert_close(layer(*args), clean, rtol=0, atol=0)
-
-    def test_mask_is_the_same_within_a_call_and_another_in_the_next(self):
-        rnn, x = nn.LSTM(4, 5), torch.randn(3, 2, 4)
-        placed(rnn, tensor="weight_hh_*")
-        first, second = rnn(x)[0], rnn(x)[0]
-        assert torch.equal(first[0], second[0])  # without a state, the first step has no recurrent input
-        assert not torch.equal(first[1], second[1])
 
     def test_forward_sees_parameters_that_state_dict_and_optimizer_have(self, linear, x):
         inside = []
@@ -123,32 +103,8 @@ class TestLayers:
         assert layer.weight is own["weight"]
         assert "weight" not in vars(layer)
 
-    def test_gradients_of_the_weights_agree_with_finite_differences(self):
-        layer = nn.LSTM(3, 4).double()
-        inputs = torch.randn(3, 2, 3, dtype=torch.float64)
-        placed(layer, tensor="weight_hh_*")
-
-        def loss(weight):
-            return functional_call(layer, {"weight_hh_l0": weight}, (inputs,))[0]
-
-        def fixed(weight):
-            return seeded(loss, weight)
-
-        assert torch.autograd.gradcheck(fixed, layer.weight_hh_l0.detach().clone().requires_grad_())
-
 
 class TestContexts:
-    @pytest.mark.parametrize("use_reentrant", [True, False])
-    def test_checkpoint_recomputes_with_the_same_mask(self, x, use_reentrant):
-        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-        inject(model, Dropout(p=0.5), layers=nn.Linear, at="parameters")
-        grads = []
-        for run in (model, lambda x: checkpoint(model, x, use_reentrant=use_reentrant)):
-            model.zero_grad()
-            seeded(run, x.clone().requires_grad_()).square().sum().backward()
-            grads.append([parameter.grad for parameter in model.parameters()])
-        torch.testing.assert_close(*grads, rtol=0, atol=0)
-
     @pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
     @pytest.mark.parametrize("regularizer", [Dropout(p=0.5), Mixout(p=0.5)])
     def test_copies_have_their_own_hooks(self, linear, x, twin, regularizer):
@@ -170,16 +126,11 @@ class TestContexts:
         gradient = grad(lambda weights: functional_call(model, weights, (x,)).sum())(given)["0.weight"]
         assert 0 < (gradient == 0).float().mean() < 1
 
-    def test_autocast_keeps_the_dtype_of_the_layer_without_hooks(self, linear, x):
-        model, _ = placed(linear)
-        with torch.autocast("cpu", torch.bfloat16):
-            found, clean = model(x), copy.deepcopy(linear)(x)
-        assert found.dtype == clean.dtype
-        found.sum().backward()
-        assert linear.weight.grad.dtype == torch.float32
-
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-    def test_an_interrupted_call_leaves_no_regularized_weight(self, error, x):
+    @pytest.mark.parametrize("then", ["eval", "remove", "without_hooks", "replace"])
+    def test_an_interrupted_call_leaves_no_regularized_weight(self, error, then, x):
+        """PyTorch runs no hooks after a KeyboardInterrupt."""
+
         class Interrupted(nn.Linear):
             fails = True
 
@@ -188,37 +139,39 @@ class TestContexts:
                     raise error
                 return super().forward(x)
 
-        layer = Interrupted(6, 5)
-        model, _ = placed(layer)
-        with pytest.raises(error):
-            model(x)
-        layer.fails = False
-        model.eval()
-        torch.testing.assert_close(model(x), nn.functional.linear(x, *layer.parameters()), rtol=0, atol=0)
-        assert "weight" not in vars(layer)
-
-    @pytest.mark.parametrize("then", ["remove", "without_hooks", "replace"])
-    def test_removal_after_an_interrupt_shows_the_parameters_again(self, then, x):
-        """PyTorch runs no hooks after a KeyboardInterrupt."""
-
-        class Interrupted(nn.Linear):
-            def forward(self, x):
-                raise KeyboardInterrupt
-
         layer = Interrupted(6, 6)
         model, _ = placed(layer)
         inject(model, GaussianNoise(std=0.1), layers="0", at="parameters", on_existing="stack")
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(error):
             model(x)
-        assert "weight" in vars(layer)
+        assert ("weight" in vars(layer)) == (error is KeyboardInterrupt)
+        layer.fails = False
         if then == "remove":
             find(model).remove()
         elif then == "replace":
             inject(model, Dropout(p=0.5), layers="0", at="parameters", on_existing="replace")
-        else:
+        elif then == "without_hooks":
             with without_hooks(model):
                 pass
+        else:
+            torch.testing.assert_close(model.eval()(x), nn.functional.linear(x, *layer.parameters()), rtol=0, atol=0)
         assert "weight" not in vars(layer)
+
+    @pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+    @pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM])
+    def test_a_copy_made_during_an_interrupted_call_has_its_own_weights(self, kind, twin, x, monkeypatch):
+        model, drop = placed(kind(6, 6), tensor="weight*1*" if kind is nn.LSTM else None)
+        expected = model.eval()(x)
+        monkeypatch.setattr(kind, "forward", lambda self, x: (_ for _ in ()).throw(KeyboardInterrupt))
+        with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+            model.train()(x)
+        copied = twin(model)
+        monkeypatch.undo()
+        found = copied.eval()(x)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        find(copied).remove()
+        drop.remove()
+        assert all(name not in vars(layer[0]) for layer in (model, copied) for name in layer[0]._parameters)
 
     def test_stacked_regularizers_act_one_after_the_other(self, linear, x):
         """The last one that is injected comes first."""
@@ -249,14 +202,6 @@ class TestContexts:
         expected = x @ (Dropout(p=0.5)(linear.weight_orig) * linear.weight_mask).T + linear.bias
         torch.testing.assert_close(seeded(model, x), expected)
 
-    def test_schedule_sampling_and_prediction_drive_the_rate(self, linear, x):
-        model, drop = placed(linear, schedule=LinearSchedule(steps=10))
-        assert torch.equal(model(x), linear(x))
-        drop.seek(10)
-        assert not torch.equal(seeded(model, x), nn.functional.linear(x, *linear.parameters()))
-        model.eval()
-        assert drop.predict(x, samples=4, activation=None).variance.max() > 0
-
     def test_handle_records_and_rebuilds_sites_of_parameters(self):
         rnn, x = nn.LSTM(4, 5, 2), torch.randn(3, 2, 4)
         model, drop = placed(rnn, tensor="weight_hh_*")
@@ -273,28 +218,6 @@ class TestContexts:
             torch.testing.assert_close(model(x), rnn.eval()(x), rtol=0, atol=0)
         assert drop.check() == []
 
-    def test_language_model_with_weight_drop_learns(self):
-        """An LSTM predicts the next word of a text in which each word follows from the two before."""
-        torch.manual_seed(0)
-        words = [0, 1]
-        for _ in range(400):
-            words.append((words[-1] + words[-2]) % 7)
-        text = torch.tensor(words).view(6, -1).T
-        model = nn.ModuleList([nn.Embedding(7, 16), nn.LSTM(16, 32), nn.Linear(32, 7)])
-        drop = inject(model, Dropout(p=0.5), layers="1", at="parameters", tensor="weight_hh_*")
-        optimizer = torch.optim.Adam(model.parameters(), 0.01)
-        losses = []
-        for _ in range(80):
-            optimizer.zero_grad()
-            scores = model[2](model[1](model[0](text[:-1]))[0])
-            loss = nn.functional.cross_entropy(scores.flatten(0, 1), text[1:].flatten())
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[0] > 1.8
-        assert losses[-1] < 0.6
-        assert drop.check() == []
-
     def test_one_mask_for_the_batch_refuses_fixed_masks_of_several_samples(self, x):
         model = nn.Sequential(nn.Linear(6, 20), nn.ReLU())
         drop = inject(model, Masksembles(n=2, scale=2.0), layers="1")
@@ -304,41 +227,37 @@ class TestContexts:
         assert drop.predict(x, samples=2, activation=None).samples == 2
 
 
+def quantized():
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+    layer.forward = lambda x: x
+    return layer
+
+
+DROPOUT = Dropout(p=0.5)
+REFUSED = [
+    *(
+        (lambda: nn.Linear(2, 2), regularizer, {}, InjectionError, "acts on activations")
+        for regularizer in (DropPath(p=0.1), HeadDropout(p=0.1), DropBlock(p=0.1, block_size=3))
+    ),
+    *((lambda: nn.Linear(2, 2), DROPOUT, {"tensor": name}, LayerError, None) for name in ("kernel", "bias_*")),
+    (lambda: nn.Linear(2, 2), DROPOUT, {"tensor": 0}, TypeError, None),
+    (lambda: nn.LSTM(4, 5), DROPOUT, {}, LayerError, r"weight_ih_l0 \(20, 4\), weight_hh_l0 \(20, 5\)"),
+    (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), DROPOUT, {}, LayerError, r"name its layers: '0\.0', '0\.1'"),
+    (lambda: nn.LazyLinear(3), DROPOUT, {}, LayerError, "lazy"),
+    (nn.ReLU, DROPOUT, {}, LayerError, "its own are: none"),
+    (quantized, DROPOUT, {}, LayerError, "quantized"),
+    (lambda: nn.Linear(3, 3, device="meta"), Mixout(p=0.5), {}, InjectionError, "meta device"),
+    (lambda: nn.Linear(2, 2), Mixout(p=0.5), {"at": "input"}, InjectionError, "acts on the parameters of a layer, got at='input'"),
+    (lambda: nn.Linear(2, 2), neftune(alpha=5.0), {"layers": None}, TypeError, "remove at="),
+]  # fmt: skip
+
+
 class TestRefusals:
-    @pytest.mark.parametrize("regularizer", [DropPath(p=0.1), HeadDropout(p=0.1), DropBlock(p=0.1, block_size=3)])
-    def test_regularizers_of_activations(self, linear, regularizer):
-        with pytest.raises(InjectionError, match="acts on activations"):
-            placed(linear, regularizer)
-
-    @pytest.mark.parametrize(("tensor", "error"), [("kernel", LayerError), ("bias_*", LayerError), (0, TypeError)])
-    def test_names_without_a_parameter(self, linear, tensor, error):
-        with pytest.raises(error):
-            placed(linear, tensor=tensor)
-
-    def test_a_choice_among_several_parameters_lists_them(self):
-        with pytest.raises(LayerError, match=r"weight_ih_l0 \(20, 4\), weight_hh_l0 \(20, 5\)"):
-            placed(nn.LSTM(4, 5))
-        with pytest.raises(LayerError, match=r"name its layers: '0\.0', '0\.1'"):
-            placed(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        chosen = {"layers": "0", "at": "parameters", "tensor": "weight_hh_*"}
-        assert "weight_hh_l0 (20, 5)" in str(plan(nn.Sequential(nn.LSTM(4, 5)), Dropout(p=0.5), **chosen))
-
-    def test_lazy_layers(self):
-        with pytest.raises(LayerError, match="lazy"):
-            placed(nn.LazyLinear(3))
-
-    def test_recipes(self, linear):
-        with pytest.raises(TypeError, match="remove at="):
-            inject(linear, neftune(alpha=5.0), at="parameters")
-
-    def test_layers_without_weights_and_integers(self):
-        with pytest.raises(LayerError, match="its own are: none"):
-            placed(nn.ReLU())
-        layer = nn.Module()
-        layer.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
-        layer.forward = lambda x: x
-        with pytest.raises(LayerError, match="quantized"):
-            placed(layer)
+    @pytest.mark.parametrize(("make", "regularizer", "settings", "error", "says"), REFUSED)
+    def test_what_has_no_weights_to_regularize(self, make, regularizer, settings, error, says):
+        with pytest.raises(error, match=says):
+            inject(nn.Sequential(make()), regularizer, **{"layers": "0", "at": "parameters"} | settings)
 
     def test_parametrized_weights_with_the_layer_to_hook_instead(self, linear, x):
         model = nn.Sequential(parametrizations.weight_norm(linear))
@@ -353,12 +272,36 @@ class TestRefusals:
         with pytest.raises(InjectionError, match="no longer a parameter"):
             model(x)
 
-    def test_plan_names_tied_weights(self):
+    def test_plan_names_the_weights_and_those_that_are_tied(self):
+        chosen = {"layers": "0", "at": "parameters", "tensor": "weight_hh_*"}
+        assert "weight_hh_l0 (20, 5)" in str(plan(nn.Sequential(nn.LSTM(4, 5)), Dropout(p=0.5), **chosen))
         model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
         model[1].weight = model[0].weight
         planned = plan(model, Dropout(p=0.5), layers="0", at="parameters", example_input=torch.arange(3))
         assert any("'1.weight'" in text for text in planned.warnings)
         assert planned.sites[0].shape == (5, 4)
+
+    def test_a_layer_that_calls_itself(self, x):
+        class Tree(nn.Linear):
+            def forward(self, x, depth=1):
+                return super().forward(self(x, depth - 1) if depth else x)
+
+        model, _ = placed(Tree(6, 6))
+        with pytest.raises(InjectionError):
+            model(x)
+        assert "weight" not in vars(model[0])
+
+    def test_a_function_that_works_in_place_leaves_the_parameter(self, linear, x):
+        before = linear.weight.detach().clone()
+        model, _ = placed(linear, torch.relu_)
+        with torch.no_grad():
+            model(x)
+        assert torch.equal(linear.weight, before)
+
+    def test_a_forward_that_changes_its_weight_in_place_warns(self):
+        model, _ = placed(nn.Embedding(9, 4, max_norm=0.1))
+        with pytest.warns(HookdropWarning, match="max_norm"):
+            model(torch.arange(6))
 
 
 class TestMixout:
@@ -393,21 +336,6 @@ class TestMixout:
             later.load_state_dict(state)
 
     def test_is_placed_at_parameters_without_being_told(self, linear, x):
-        model = nn.Sequential(linear)
-        drop = inject(model, Mixout(p=0.5), layers="0")
-        assert "at the parameters" in str(plan(nn.Sequential(nn.Linear(6, 5)), Mixout(p=0.5), layers="0"))
+        assert "at the parameters" in str(plan(nn.Sequential(linear), Mixout(p=0.5), layers="0"))
         with pytest.raises(TypeError):
             Mixout(p=0.5)(x)
-        drop.remove()
-        with pytest.raises(InjectionError, match="acts on the parameters of a layer, got at='input'"):
-            inject(model, Mixout(p=0.5), layers="0", at="input")
-
-    def test_weights_without_values_are_refused(self):
-        with pytest.raises(InjectionError, match="meta device"):
-            placed(nn.Linear(3, 3, device="meta"), Mixout(p=0.5))
-
-
-def test_weight_noise_is_added_to_the_weights(linear, x):
-    model, drop = placed(linear, GaussianNoise(std=0.1))
-    assert drop.probe(x).mean_ratio != 1.0
-    assert model(x).shape == (3, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hookdrop import Dropout, Injection, InjectionError, LayerError, LinearSchedule, find, inject, without_hooks
 from hookdrop.recipes import set_dropout
 from hookdrop.utils.torch_internals import HOOK_TABLES
+from tests.support.models import toy
 
 X = torch.randn(64, 8)
 
@@ -32,151 +33,79 @@ class Block(nn.Module):
         return F.dropout(self.norm(self.linear(x)), self.p, self.training)
 
 
-class Handwritten(Block):
-    """Drops by arithmetic."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.linear(x))
-        if self.training:
-            keep = 1 - self.p
-            x = x.div(keep) * torch.rand_like(x).lt(keep)
-        return x
+def drops(m: Any, x: Tensor, p: float | None = None) -> Tensor:
+    return F.dropout(m.norm(m.linear(x)), m.p if p is None else p, m.training)
 
 
-class Shared(Block):
-    """Reads its rate from an object that a module around it holds, and drops whole layers at another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(dropout=0.3, layerdrop=0.4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and torch.rand([]) < self.config.layerdrop:
-            return x
-        return x + F.dropout(self.norm(self.linear(x)), p=self.config.dropout, training=self.training)
+def toy_block(forward: Callable[..., Any], **attributes: Any) -> nn.Module:
+    block = toy(forward, p=0.3, linear=nn.Linear(8, 8), norm=nn.BatchNorm1d(8), **attributes)
+    block.register_buffer("calls", torch.zeros(()))
+    return block
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.p, self.qkv = 0.3, nn.Linear(8, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x[None, None]).chunk(3, -1)
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.p if self.training else 0.0)[0, 0]
+def by_arithmetic(m: Any, x: Tensor) -> Tensor:
+    x, keep = m.norm(m.linear(x)), 1 - m.p
+    return x.div(keep) * torch.rand_like(x).lt(keep) if m.training else x
 
 
-class Norm(nn.Module):
-    """A batch norm written by hand, beside dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.p = 0.3
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("var", torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.batch_norm(x, self.mean, self.var, training=self.training)
-        return F.dropout(x, self.p, self.training)
+def of_a_configuration(m: Any, x: Tensor) -> Tensor:
+    """Also drops whole layers, at another rate."""
+    return x if m.training and torch.rand([]) < m.config.layerdrop else x + drops(m, x, m.config.dropout)
 
 
-class Auxiliary(Block):
-    def forward(self, x: Tensor) -> Any:
-        return (super().forward(x), x.sum()) if self.training else super().forward(x)
+def attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x[None, None]).chunk(3, -1)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=m.p if m.training else 0.0)[0, 0]
 
 
-class Renamed(Block):
-    """Returns the same tensor in another container."""
-
-    def forward(self, x: Tensor) -> Any:
-        return [super().forward(x)] if self.training else super().forward(x)
+def checks_values(m: Any, x: Tensor) -> Tensor:
+    """Without an effect on the output."""
+    return drops(m, x.nan_to_num() if m.training and not x.isfinite().all() else x)
 
 
-class Rounding(Block):
-    """As predictors of a length do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return x if self.training else x.round()
+def counts(m: Any, x: Tensor) -> Tensor:
+    if m.training:
+        m.calls += 1
+    return drops(m, x)
 
 
-class Counting(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.calls += 1
-        return super().forward(x)
+def shared() -> nn.Module:
+    return toy_block(of_a_configuration, config=SimpleNamespace(dropout=0.3, layerdrop=0.4))
 
 
-class Jitter(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * torch.empty_like(x).uniform_(0.9, 1.1) if self.training else x)
+def attending() -> nn.Module:
+    return toy(attention, p=0.3, qkv=nn.Linear(8, 24))
 
 
-class Literal(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(x), 0.25, self.training)
-
-
-class OnlyLiteral(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.norm(self.linear(x)), 0.25, self.training)
-
-
-class ByParent(nn.Module):
+def by_parent() -> nn.Module:
     """Passes its own flag to the block inside."""
-
-    class Inner(nn.Module):
-        p = 0.0
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.p = 0.3
-
-        def forward(self, x: Tensor, training: bool) -> Tensor:
-            return F.dropout(x, self.p, training)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = self.Inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, self.training)
-
-
-class Checked(Block):
-    """Tests values in training mode, without an effect on the output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and not x.isfinite().all():
-            x = x.nan_to_num()
-        return super().forward(x)
+    return toy(
+        lambda m, x: m.inner(x, m.training), inner=toy(lambda m, x, training: F.dropout(x, m.p, training), p=0.3)
+    )
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "modules": lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.AlphaDropout(0.1)),
     "in place": lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3, inplace=True)),
     "functional": lambda: nn.Sequential(Block(), Block()),
-    "by arithmetic": lambda: nn.Sequential(Handwritten()),
-    "of a configuration, and layers": lambda: nn.Sequential(Shared()),
-    "attention": lambda: nn.Sequential(Attention()),
-    "a test of values": lambda: nn.Sequential(Checked()),
+    "by arithmetic": lambda: nn.Sequential(toy_block(by_arithmetic)),
+    "of a configuration, and layers": lambda: nn.Sequential(shared()),
+    "attention": lambda: nn.Sequential(attending()),
+    "a test of values": lambda: nn.Sequential(toy_block(checks_values)),
     "the model itself": Block,
     "an LSTM": lambda: nn.LSTM(8, 8, 2, dropout=0.3),
     "multi-head attention": lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.3, batch_first=True),
 }
-REFUSED: dict[str, tuple[type[nn.Module], str]] = {
-    "a batch norm": (Norm, "in training mode, it calls batch_norm"),
-    "another output": (Auxiliary, "in training mode, it calls sum"),
-    "another container": (Renamed, "in training mode, it returns something else"),
-    "a counter": (Counting, "in training mode, it calls add"),
-    "noise": (Jitter, "in training mode, it calls mul"),
-    "a rate in the code": (Literal, r"in training mode, it drops at a rate of 0\.25 that this injection does not have"),
-    "the flag of another module": (ByParent, "p drops only if other modules train"),
-}
+TRAINING = "in training mode, it"
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "a batch norm": (lambda m, x: drops(m, F.batch_norm(x, torch.zeros(8), torch.ones(8), training=m.training)), f"{TRAINING} calls batch_norm"),
+    "another output": (lambda m, x: (drops(m, x), x.sum()) if m.training else drops(m, x), f"{TRAINING} calls sum"),
+    "another container": (lambda m, x: [drops(m, x)] if m.training else drops(m, x), f"{TRAINING} returns something else"),
+    "a counter": (counts, f"{TRAINING} calls add"),
+    "noise": (lambda m, x: drops(m, x * torch.empty_like(x).uniform_(0.9, 1.1) if m.training else x), f"{TRAINING} calls mul"),
+    "a rate in the code": (lambda m, x: F.dropout(drops(m, x), 0.25, m.training), rf"{TRAINING} drops at a rate of 0\.25 that this injection does not have"),
+    "the flag of another module": (by_parent, "p drops only if other modules train"),
+}  # fmt: skip
 
 
 def evaluated(model: nn.Module, x: Any = X, seed: int = 0) -> Tensor:
@@ -228,7 +157,7 @@ class TestSampling:
         assert torch.equal(evaluated(model, x), clean)
 
     def test_samples_are_those_of_the_flags_set_by_hand(self) -> None:
-        model = nn.Sequential(Block(), nn.Dropout(0.1), Shared()).eval()
+        model = nn.Sequential(Block(), nn.Dropout(0.1), shared()).eval()
         statistics = copy.deepcopy(model.state_dict())
         own = inject(model, set_dropout(), example_input=X)
         with own.sampling():
@@ -236,17 +165,6 @@ class TestSampling:
         with training(*model):
             assert all(torch.equal(evaluated(model, seed=seed), one) for seed, one in enumerate(found))
         assert all(torch.equal(statistics[name], x) for name, x in model.state_dict().items())
-
-    def test_predict_is_the_mean_of_a_loop_by_hand(self) -> None:
-        model = nn.Sequential(Block(), nn.Dropout(0.1)).eval()
-        own = inject(model, set_dropout(), example_input=X)
-        torch.manual_seed(0)
-        found = own.predict(X, samples=5, activation=None)
-        torch.manual_seed(0)
-        with training(model[0], model[1]), torch.no_grad():
-            samples = torch.stack([model(X) for _ in range(5)])
-        assert torch.allclose(found.mean, samples.mean(0), atol=1e-6)
-        assert torch.allclose(found.variance, samples.var(0), atol=1e-6)
 
     def test_rate_is_that_of_the_schedule_or_of_the_context(self) -> None:
         model = Block(p=0.4).eval()
@@ -354,30 +272,25 @@ class TestContexts:
             assert type(twin[0].p) is float
             assert torch.equal(evaluated(twin), evaluated(twin, seed=1))
 
-    def test_removal_inside_ends_it(self, model: nn.Sequential, own: Injection) -> None:
+    def test_removal_and_without_hooks_inside_end_it(self, model: nn.Sequential, own: Injection) -> None:
         with own.recording(), own.sampling(p=0.9):
+            with without_hooks(model):
+                assert torch.equal(evaluated(model), evaluated(model, seed=1))
+            assert not torch.equal(evaluated(model), evaluated(model, seed=1))
             own.remove()
             assert (model[0].p, model[1].p) == (0.3, 0.2)
             assert torch.equal(evaluated(model), evaluated(model, seed=1))
         assert (model[0].p, model[1].p) == (0.3, 0.2)
 
-    def test_without_hooks_ends_it_inside(self, model: nn.Sequential, own: Injection) -> None:
-        with own.sampling():
-            with without_hooks(model):
-                assert torch.equal(evaluated(model), evaluated(model, seed=1))
-            assert not torch.equal(evaluated(model), evaluated(model, seed=1))
-
     def test_a_copied_handle_samples_modules_and_asks_for_an_example_otherwise(self) -> None:
-        for kind, samples in ((nn.Dropout, True), (Block, False)):
-            model = nn.Sequential(kind(0.5)).eval()
-            twin, own = copy.deepcopy((model, inject(model, set_dropout(), example_input=X)))
-            if samples:
-                with own.sampling():
-                    assert not torch.equal(evaluated(twin), evaluated(twin, seed=1))
-                    assert torch.equal(evaluated(model), evaluated(model, seed=1))
-            else:
-                with pytest.raises(InjectionError, match="copied without the example input"), own.sampling():
-                    pass
+        model = nn.Sequential(nn.Dropout(0.5)).eval()
+        twin, own = copy.deepcopy((model, inject(model, set_dropout(), example_input=X)))
+        with own.sampling():
+            assert not torch.equal(evaluated(twin), evaluated(twin, seed=1))
+            assert torch.equal(evaluated(model), evaluated(model, seed=1))
+        _, own = copy.deepcopy((block := Block(0.5), inject(block, set_dropout(), example_input=X)))
+        with pytest.raises(InjectionError, match="copied without the example input"), own.sampling():
+            pass
 
 
 class TestRefusals:
@@ -385,48 +298,32 @@ class TestRefusals:
     @pytest.mark.parametrize("name", REFUSED)
     def test_module_that_uses_its_flag_for_more_is_named_with_what_it_does(self, name: str) -> None:
         kind, what = REFUSED[name]
-        model = nn.Sequential(nn.Dropout(0.1), kind()).eval()
+        model = nn.Sequential(nn.Dropout(0.1), kind() if kind is by_parent else toy_block(kind)).eval()
         own, before = inject(model, set_dropout(), example_input=X), footprint(model)
-        where = r"\('1.inner'\)" if kind is ByParent else r"\('1'\)"
-        with (
-            pytest.raises(InjectionError, match=rf"{where} cannot be sampled: {what}"),
-            own.sampling(),
-        ):
+        where = "1.inner" if kind is by_parent else "1"
+        with pytest.raises(InjectionError, match=rf"\('{where}'\) cannot be sampled: {what}"), own.sampling():
             pass
         assert footprint(model) == before
         own.remove()
-        excluded = "1.inner" if kind is ByParent else "1"
-        with inject(model, set_dropout(), exclude=excluded, example_input=X).sampling():
+        with inject(model, set_dropout(), exclude=where, example_input=X).sampling():
             assert not torch.equal(evaluated(model), evaluated(model, seed=1))
 
     def test_other_dropout_of_a_sampled_module_is_named(self) -> None:
-        model = nn.Sequential(Shared()).eval()
+        model = nn.Sequential(shared()).eval()
         own = inject(model, set_dropout(p={"**.layerdrop": 0.5}), example_input=X)
         with pytest.raises(InjectionError, match=r"drops at a rate of 0\.3 that this injection does not have"):
             own.predict(X)
 
     def test_step_of_eval_mode_that_training_mode_leaves_out_is_named(self) -> None:
-        model = nn.Sequential(Rounding(), nn.Linear(8, 8)).eval()
-        own = inject(model, set_dropout(), example_input=X)
+        """As predictors of a length do."""
+        rounds = toy_block(lambda m, x: drops(m, x) if m.training else drops(m, x).round())
+        own = inject(_model := nn.Sequential(rounds, nn.Linear(8, 8)).eval(), set_dropout(), example_input=X)
         with pytest.raises(InjectionError, match="in eval mode only, it calls round"), own.sampling():
             pass
 
-    @pytest.mark.filterwarnings("ignore:out of reach")
-    def test_model_that_does_not_run_with_dropout_has_the_reason(self) -> None:
-        class Labels(nn.Dropout):
-            def forward(self, x: Tensor) -> Tensor:
-                if self.training:
-                    raise ValueError("labels are required")
-                return x
-
-        model = nn.Sequential(Labels(0.1)).eval()
-        own = inject(model, set_dropout(), example_input=X)
-        with pytest.raises(InjectionError, match=r"\n  ValueError: labels are required\n  leave out"), own.sampling():
-            pass
-
     def test_model_with_rates_in_its_code_only_is_named(self) -> None:
-        with pytest.raises(LayerError, match=r"OnlyLiteral calls dropout with a rate of 0.25 \('0'\)"):
-            inject(nn.Sequential(OnlyLiteral()), set_dropout(), example_input=X)
+        with pytest.raises(LayerError, match=r"Toy calls dropout with a rate of 0.25 \('0'\)"):
+            inject(nn.Sequential(toy_block(lambda m, x: drops(m, x, 0.25))), set_dropout(), example_input=X)
 
 
 class TestMeasuring:
@@ -444,7 +341,7 @@ class TestMeasuring:
             assert site.dropped == pytest.approx(site.asked, abs=0.06)
 
     def test_recording_keeps_inputs_masks_and_outputs_without_changing_them(self) -> None:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5, inplace=True), Block(), Attention()).eval()
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5, inplace=True), Block(), attending()).eval()
         own = inject(model, set_dropout(), example_input=X)
         with own.sampling():
             wanted = evaluated(model)
@@ -490,13 +387,10 @@ class TestMeasuring:
         model = Block().train()
         own = inject(model, set_dropout(), example_input=X)
         gradients = []
-        for record in (False, True):
+        for context in (nullcontext(), own.recording()):
             model.zero_grad()
             torch.manual_seed(0)
-            if record:
-                with own.recording():
-                    model(X).square().sum().backward()
-            else:
+            with context:
                 model(X).square().sum().backward()
             gradients.append(model.linear.weight.grad.clone())
         assert torch.equal(*gradients)

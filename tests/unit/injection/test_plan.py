@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 from hookdrop import DropBlock, Dropout, LinearSchedule, ShapeError, inject, plan
+from hookdrop.injection.verbs import place
 from tests.support.models import Small, toy
 
 
@@ -17,6 +21,26 @@ class TestPlans:
         assert "4 sites directly before a batch norm at p >= 0.3: 'layer1.0.conv1'" in drafted.warnings[-1]
         assert plan(model, Dropout(0.1), layers="**.conv1", example_input=images).warnings == []
         assert plan(model, Dropout(0.5), layers="**.bn1", example_input=images).warnings == []
+
+    @pytest.mark.parametrize(
+        ("make", "layers", "says"),
+        [
+            (lambda: nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), "linear2", "leaves its fused eval path"),
+            (
+                lambda: Small().requires_grad_(False),
+                "layer1.0",
+                "1 site on frozen layers, whose output is still regularized",
+            ),
+            (Small, "layer1.**", "8 of 10 sites are nested inside other sites(.|\n)*effective rate 0.19"),
+        ],
+        ids=["fused path", "frozen", "nested"],
+    )
+    def test_other_warnings(self, make: Callable[[], nn.Module], layers: str, says: str) -> None:
+        example = torch.randn(2, 3, 16, 16) if isinstance(model := make(), Small) else None
+        (warning,) = (drafted := plan(model, Dropout(0.1), layers=layers, example_input=example)).warnings
+        assert re.search(says, warning)
+        with pytest.warns(UserWarning, match=says):
+            place(drafted)
 
     def test_reading_mentions_one_of_several_tensors(self) -> None:
         lstm = nn.LSTM(3, 4)
@@ -43,18 +67,6 @@ class TestPlans:
         x = torch.ones(2, 3)
         for example in (x, (x,), (x, [x]), {"a": x}, {"a": x, "b": [x]}):
             assert plan(model, Dropout(0.1), layers="fc", example_input=example).sites[0].shape == (2, 3)
-
-    def test_transformer_encoder_layer_warns_about_its_fused_path(self) -> None:
-        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
-        drafted = plan(model, Dropout(0.1), layers="layers.0.linear2")
-        assert "leaves its fused eval path" in drafted.warnings[0]
-
-    def test_frozen_layers_warn(self, model: Small, images: torch.Tensor) -> None:
-        model.layer1.requires_grad_(False)
-        drafted = plan(model, Dropout(0.1), layers="layer?.*", example_input=images)
-        assert drafted.warnings == [
-            "2 sites on frozen layers, whose output is still regularized: 'layer1.0', 'layer1.1'."
-        ]
 
 
 def test_plan_at_the_input_shows_input_shapes(model: Small, images: torch.Tensor) -> None:

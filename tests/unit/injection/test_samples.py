@@ -10,33 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop import Dropout, Injection, InjectionError, LinearSchedule, Masksembles, inject
-from hookdrop.regularizers import Regularizer
+from tests.support.models import toy
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Detector(nn.Module):
+def detect(m: Any, images: list[Tensor]) -> list[dict[str, Tensor]]:
     """Takes a list of images, and returns a dict for each, as torchvision's detectors do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.seen = nn.Linear(8, 8), []
-
-    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
-        self.seen.append((self.training, torch.is_grad_enabled()))
-        scores = self.backbone(torch.stack(images))
-        return [{"scores": row[row > 0], "boxes": torch.zeros(int((row > 0).sum()), 4)} for row in scores]
+    m.seen.append((m.training, torch.is_grad_enabled()))
+    return [
+        {"scores": row[row > 0], "boxes": torch.zeros(int((row > 0).sum()), 4)}
+        for row in m.backbone(torch.stack(images))
+    ]
 
 
-class Writer(nn.Module):
+class Writer(nn.Sequential):
     """A language model with a `generate` that samples tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(9, 8), nn.Linear(8, 9)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embedding(tokens))
 
     def generate(self, tokens: Tensor, length: int = 3) -> Tensor:
         for _ in range(length):
@@ -45,14 +34,14 @@ class Writer(nn.Module):
 
 
 @pytest.fixture
-def detector() -> Iterator[tuple[Detector, Injection]]:
+def detector() -> Iterator[tuple[Any, Injection]]:
     torch.manual_seed(0)
-    model = Detector()
+    model = toy(detect, backbone=nn.Linear(8, 8), seen=[])
     with inject(model, Dropout(0.5), layers="backbone", at="input") as drop:
         yield model, drop
 
 
-def test_outputs_are_those_of_the_model_inside_sampling(detector: tuple[Detector, Injection]) -> None:
+def test_outputs_are_those_of_the_model_inside_sampling(detector: tuple[Any, Injection]) -> None:
     model, drop = detector
     torch.manual_seed(1)
     found = list(drop.samples(list(X), 5))
@@ -64,7 +53,7 @@ def test_outputs_are_those_of_the_model_inside_sampling(detector: tuple[Detector
     assert len({tuple(len(image["boxes"]) for image in sample) for sample in found}) > 1
 
 
-def test_leaving_the_loop_leaves_the_model_as_it_was(detector: tuple[Detector, Injection]) -> None:
+def test_leaving_the_loop_leaves_the_model_as_it_was(detector: tuple[Any, Injection]) -> None:
     """Between the samples, too, the caller's code runs with its own modes."""
     model, drop = detector
     model.train()
@@ -81,8 +70,8 @@ def test_leaving_the_loop_leaves_the_model_as_it_was(detector: tuple[Detector, I
 
 def test_generated_tokens_and_their_arguments() -> None:
     torch.manual_seed(0)
-    model = Writer()
-    drop, tokens = inject(model, Dropout(0.5), layers="embedding"), torch.tensor([[1], [2]])
+    model = Writer(nn.Embedding(9, 8), nn.Linear(8, 9))
+    drop, tokens = inject(model, Dropout(0.5), layers="0"), torch.tensor([[1], [2]])
     found = [*drop.samples({"tokens": tokens, "length": 6}, 8, call=model.generate)]
     assert {one.shape for one in found} == {(2, 7)}
     assert any(not torch.equal(one, found[0]) for one in found)
@@ -102,18 +91,9 @@ def test_rate_and_errors() -> None:
     assert not all_dropped.any()
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
         drop.samples(X, 0)
+    masks = inject(_wide := nn.Sequential(nn.Linear(8, 16)), Masksembles(n=2), layers="0")
+    with pytest.raises(ValueError, match=r"2 fixed masks, so samples must (.|\n)*drop.predict\(x, samples=2\)"):
+        next(masks.samples(X))
     with pytest.raises(RuntimeError):
         next(inject(_model := nn.Sequential(nn.Linear(8, 3)), Dropout(0.5), layers="0").samples(X[:, :3]))
     assert torch.equal(model.eval()(X), X)
-
-
-@pytest.mark.parametrize(
-    ("regularizer", "error", "says"),
-    [
-        (Masksembles(n=2), ValueError, r"2 fixed masks, so samples must (.|\n)*drop.predict\(x, samples=2\)"),
-    ],
-)
-def test_regularizers_without_samples_are_refused(regularizer: Regularizer, error: Any, says: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 16))
-    with pytest.raises(error, match=says):
-        next(inject(model, regularizer, layers="0").samples(X))

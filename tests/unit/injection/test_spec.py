@@ -27,7 +27,6 @@ from hookdrop import (
     LinearSchedule,
     Schedule,
     StateError,
-    find,
     inject,
     plan,
 )
@@ -47,17 +46,14 @@ class OwnDropout(Dropout):
         super().__init__(p)
 
 
-class OwnSchedule(Schedule):
-    def __init__(self, every: int) -> None:
-        self._every = every
-
-    def __call__(self, step: int) -> float:
-        return float(step % self._every == 0)
-
-
 class OwnModule(nn.Dropout):
     def __init__(self, p: float = 0.1, every: int = 1) -> None:
         super().__init__(p)
+
+
+class OwnSchedule(LinearSchedule):
+    def __init__(self, every: int) -> None:
+        super().__init__(every)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +79,6 @@ class TestInject:
             {"0": "Dropout(p=0.1)", "2": Dropout(0.2)}, schedule=LinearSchedule(steps=1.0), p_scale="depth"
         )
         assert [site.target for site in plan(model(), spec, total_steps=3).sites] == [0.1, 0.2]
-
-    def test_an_unknown_total_names_the_fix_and_places_nothing(self) -> None:
-        net = model()
-        with pytest.raises(InjectionError, match=r"total_steps=(?s:.)*No hook was placed"):
-            inject(net, InjectionSpec("Dropout(p=0.1)", layers="0", schedule="LinearSchedule(steps=1.0)"))
-        assert not find(net)
 
     def test_a_spec_has_all_settings(self) -> None:
         with pytest.raises(TypeError):
@@ -140,20 +130,11 @@ class TestRoundTrip:
         assert [site.p for site in inject(blocks(), spec).sites] == [site.p for site in drop.sites]
         with pytest.raises(StateError):
             inject(blocks().append(nn.Linear(4, 4)), spec)
-
-    def test_layers_of_a_recipe_may_be_one_name(self) -> None:
-        net = nn.Sequential(nn.ModuleDict({"a": nn.Linear(4, 4)}))
-        for layers in ("0.a", ["0.a"]):
-            placed = inject(net, InjectionSpec(every_linear(p=0.4), layers=layers, on_existing="replace"))
-            assert [site.name for site in placed.sites] == ["0.a"]
-        with pytest.raises(StateError):
-            plan(net, InjectionSpec(every_linear(p=0.4), layers="0.b"))
-
-    def test_objects_are_saved_as_text(self) -> None:
-        spec = InjectionSpec(DropBlock(0.1, 3), layers="0", schedule=LinearSchedule(steps=1.0))
-        text = {"regularizer": "DropBlock(p=0.1, block_size=3)", "layers": "0", "schedule": "LinearSchedule(steps=1.0)"}
-        assert spec.to_dict() == text
-        assert InjectionSpec.from_dict(text).to_dict() == text
+        for layers in ("0.0", ["0.0"]):
+            with pytest.raises(StateError):
+                plan(blocks(), InjectionSpec(every_linear(p=0.4), layers=layers))
+            one = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+            assert [site.name for site in plan(one, InjectionSpec(every_linear(p=0.4), layers=layers)).sites] == ["0.0"]
 
     def test_functions_cannot_be_saved(self) -> None:
         functions = {"layers": len, "schedule": LambdaSchedule(abs), "regularizer": partial(torch.mul, other=1.0)}
@@ -195,17 +176,12 @@ class TestErrors:
     @pytest.mark.parametrize(
         "settings",
         [
-            {"regularizer": {"0": "Dropuot(p=0.1)"}},
-            DROPOUT | {"schedule": "LinearSchedul(steps=3)"},
-            DROPOUT | {"schedule": "LinearSchedule(step=3)"},
             DROPOUT | {"regularizer": "LinearSchedule(steps=3)"},
             DROPOUT | {"layers": [0]},
             DROPOUT | {"exclude": 1.5},
             DROPOUT | {"tensor": 1.5},
             DROPOUT | {"portable": "false"},
             {"regularizer": {0: "Dropout(p=0.1)"}},
-            {"regularizer": "stochastic_dept(p=0.1)"},
-            {"regularizer": "set_dropout(q=0.1)"},
             {"regularizer": "set_dropout(p=0.1)", "at": "input"},
             {"regularizer": "set_dropout(p=0.1)", "layers": nn.Dropout},
             {"regularizer": "set_dropout(p=2)"},

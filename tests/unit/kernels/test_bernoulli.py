@@ -7,9 +7,7 @@ seed would fail one test in ten thousand. Every statistic is also validated agai
 from __future__ import annotations
 
 import math
-import random
 
-import numpy as np
 import pytest
 import scipy.stats
 import torch
@@ -17,18 +15,7 @@ from torch import Tensor
 
 from hookdrop.kernels import random_numbers
 from hookdrop.kernels.random_numbers import successes, trials
-from tests.support.bernoulli import (
-    CPU,
-    MIN_P_VALUE,
-    RATES,
-    SAMPLERS,
-    Sampler,
-    by_successes,
-    by_trials,
-    gaps,
-    numbers,
-    positions,
-)
+from tests.support.bernoulli import CPU, MIN_P_VALUE, RATES, Sampler, by_successes, by_trials, gaps, numbers, positions
 
 
 def test_rare_successes_among_many_trials() -> None:
@@ -81,17 +68,3 @@ def test_a_batch_of_gaps_that_ends_early_is_continued(monkeypatch: pytest.Monkey
     assert len(calls) > 3 * 300
     assert gaps(by_successes, p, 400 * steps) > MIN_P_VALUE
     assert positions(by_successes, p, 400 * steps) > MIN_P_VALUE
-
-
-@pytest.mark.parametrize("p", [0.003, 0.3])
-@pytest.mark.parametrize("sampler", SAMPLERS[:3])
-def test_torch_seed_determines_the_draws_and_no_other_rng_is_used(sampler: Sampler, p: float) -> None:
-    others = random.getstate(), np.random.get_state()[1].tolist()
-    torch.manual_seed(5)
-    first, after = sampler(20_000, p), torch.get_rng_state()
-    torch.manual_seed(5)
-    again = sampler(20_000, p)
-    assert torch.equal(first, again)
-    assert torch.equal(after, torch.get_rng_state())
-    assert not torch.equal(first, sampler(20_000, p))
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == others

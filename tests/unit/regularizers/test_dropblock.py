@@ -9,7 +9,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from torch import nn
 
 from hookdrop import Cutout
 from hookdrop.functional import drop_block
@@ -46,23 +45,6 @@ def test_zeroed_fraction_is_p(size: tuple[int, ...], block: int | tuple[int, ...
     assert error < 0.01
 
 
-@pytest.mark.parametrize(("size", "block"), [((4,), (2,)), ((5,), (3,)), ((3, 3), (2, 2)), ((3, 4), (2, 3))])
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_exact_gamma_against_all_seed_patterns(size: tuple[int, ...], block: tuple[int, ...], p: float) -> None:
-    """Brute force: the expected dropped fraction over all patterns of seeds."""
-    gamma = gamma_for(size, block, p)
-    places = list(itertools.product(*(range(s - b + 1) for s, b in zip(size, block, strict=True))))
-    expected = 0.0
-    for pattern in itertools.product([0, 1], repeat=len(places)):
-        dropped = set()
-        for place in itertools.compress(places, pattern):
-            corners = [range(start, start + b) for start, b in zip(place, block, strict=True)]
-            dropped |= set(itertools.product(*corners))
-        probability = gamma ** sum(pattern) * (1 - gamma) ** (len(pattern) - sum(pattern))
-        expected += probability * len(dropped) / math.prod(size)
-    assert expected == pytest.approx(p, abs=1e-12)
-
-
 @given(
     size=st.lists(st.integers(1, 60), min_size=1, max_size=3).map(tuple),
     block=st.integers(1, 20),
@@ -89,24 +71,6 @@ def test_paper_gamma_drops_less_than_p(p: float, ratio: float) -> None:
     paper = gamma_for((14, 14), (7, 7), p, "paper")
     assert paper == pytest.approx(p / 49 * 196 / 64)
     assert gamma_for((14, 14), (7, 7), p) / paper == pytest.approx(ratio, abs=0.005)
-
-
-def test_dropped_elements_form_whole_blocks() -> None:
-    y = drop_block(torch.ones(50, 20, 11, 13), 0.2, (3, 4), normalize=None)
-    dropped = (y == 0).float().flatten(0, 1).unsqueeze(1)
-    fits = nn.functional.avg_pool2d(dropped, (3, 4), stride=1) == 1
-    blocks = nn.functional.conv_transpose2d(fits.float(), torch.ones(1, 1, 3, 4)) > 0
-    assert torch.equal(blocks, dropped.bool())
-    assert dropped.any()
-
-
-def test_per_channel_masks_differ_and_shared_masks_are_equal() -> None:
-    x = torch.ones(4, 8, 14, 14)
-    own = drop_block(x, 0.3, 5, normalize=None) == 0
-    shared = drop_block(x, 0.3, 5, normalize=None, per_channel=False) == 0
-    assert not torch.equal(own[:, 0], own[:, 1])
-    assert torch.equal(shared, shared[:, :1].expand_as(shared))
-    assert not torch.equal(shared[0], shared[1])
 
 
 @pytest.mark.parametrize("normalize", ["batch", "sample"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -175,20 +176,17 @@ class TestScaleActivationGradFactor:
         assert [site.p for site in drop.sites] == [2.0, 0.5]
 
 
-class TestProbeAndMetrics:
-    def test_probe_says_that_forwards_are_unchanged(self) -> None:
-        model = Net()
-        result = inject(model, ScaleActivationGrad(-1.0), layers="inner").probe(torch.randn(4, 4))
-        assert result.rows()[0] == ("inner", "-1.000", "-", "1.000", 3)
-        assert (result.dropped, result.eval_identical) == (0.0, True)
-        assert "edits gradients in the backward pass, and changes no forward" in str(result)
-
-    def test_clip_reports_no_rate(self) -> None:
-        model = Net()
-        drop = inject(model, ClipActivationGrad(1.0), layers="inner")
-        assert drop.probe(torch.randn(4, 4)).rows()[0] == ("inner", "-", "-", "1.000", 3)
-        assert (drop.p, drop.keep_prob, drop.target_p) == (None, None, None)
-        assert set(drop.metrics()) == {"hookdrop/clipactivationgrad/step", "hookdrop/clipactivationgrad/enabled"}
+@pytest.mark.parametrize(("regularizer", "rate"), [(ScaleActivationGrad(-1.0), -1.0), (ClipActivationGrad(1.0), None)])
+def test_probe_says_that_forwards_are_unchanged_and_an_edit_may_have_no_rate(
+    regularizer: Regularizer, rate: Any
+) -> None:
+    model = Net()
+    result = (drop := inject(model, regularizer, layers="inner")).probe(torch.randn(4, 4))
+    assert result.rows()[0] == ("inner", "-" if rate is None else "-1.000", "-", "1.000", 3)
+    assert (result.dropped, result.eval_identical) == (0.0, True)
+    assert "edits gradients in the backward pass, and changes no forward" in str(result)
+    assert (drop.p, drop.keep_prob, drop.target_p) == (rate, None, rate)
+    assert len(drop.metrics()) == (2 if rate is None else 3)
 
 
 # --- with other PyTorch features
@@ -250,9 +248,8 @@ def test_second_derivatives_are_finite(regularizer: Regularizer) -> None:
     x = torch.tensor([[0.0, 1.0], [2.0, -3.0]], requires_grad=True)
     (first,) = torch.autograd.grad(regularizer(x * x).square().sum(), x, create_graph=True)
     first.square().sum().backward()
-    assert x.grad.isfinite().all()
-    for outer in (jacrev, jacfwd):
-        assert outer(jacrev(lambda x: regularizer(x.sin()).sum()))(torch.ones(3)).isfinite().all()
+    hessians = [outer(jacrev(lambda x: regularizer(x.sin()).sum()))(torch.ones(3)) for outer in (jacrev, jacfwd)]
+    assert all(found.isfinite().all() for found in (x.grad, *hessians))
 
 
 def test_double_backward_through_a_scaled_gradient() -> None:

@@ -42,6 +42,7 @@ INVALID: list[tuple[str, str, list[Any]]] = [
     ("NEFTune", "alpha", [-1]),
     ("DropBlock", "normalize", ["mean", True]),
     ("DropBlock", "gamma", ["approx"]),
+    ("DropPath", "samples", ["a"]),
     ("DropBlock", "per_channel", ["yes"]),
     ("DropBlock", "block_size", [0, (0, 3), (), 3.0, "3", True, None]),
     ("DropBlock", "channel_dim", [1.0, "1", True]),
@@ -58,6 +59,7 @@ INVALID: list[tuple[str, str, list[Any]]] = [
     ("ClipActivationGrad", "max_value", [None, -1]),
     ("ClampActivationGrad", "min", [None, math.nan]),
     ("ScaleActivationGrad", "factor", ["x", math.nan]),
+    *(("ActivationPenalty", name, [-1, math.nan]) for name in ("l2", "slowness", "scale")),
 ]
 
 
@@ -77,6 +79,7 @@ def test_invalid_settings_raise(name: str, setting: str, values: list[Any]) -> N
         ("ClipActivationGrad", {"max_norm": 1.0, "per_sample": 1}),
         ("ClipActivationGrad", {"max_value": 1.0, "per_sample": True}),
         ("ClampActivationGrad", {"min": 1, "max": -1}),
+        ("ActivationPenalty", {"l2": 0, "slowness": 0}),
     ],
 )
 def test_settings_that_exclude_each_other_raise(name: str, settings: dict[str, Any]) -> None:

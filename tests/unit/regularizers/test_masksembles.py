@@ -61,21 +61,6 @@ def test_masks_depend_on_the_name_of_the_layer_only() -> None:
     assert drop.probe(torch.ones(4, 16)).dropped == pytest.approx(1 - ones_per_mask(16, 4, 2.0) / 16)
 
 
-def test_sampling_predicts_with_each_mask() -> None:
-    """A batch repeated n times in eval mode: the k-th repetition has the k-th mask."""
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).eval()
-    drop, x = inject(model, Masksembles(n=4), layers="1"), torch.randn(5, 6)
-    clean = model(x)
-    with drop.sampling(), torch.no_grad():
-        samples = model(x.repeat(4, 1)).unflatten(0, (4, 5))
-    assert torch.equal(model(x), clean)
-    hidden = model[:2](x)
-    masks = fixed_masks(16, 4, 2.0, "0 1", device=x.device)
-    for sample, mask in zip(samples, masks, strict=True):
-        torch.testing.assert_close(sample, model[2](hidden * mask * 16 / ones_per_mask(16, 4, 2.0)))
-    assert (samples.std(0) > 0).all()
-
-
 CPU = torch.device("cpu")
 SETTINGS = [(2, 1.5), (4, 1.0), (4, 1.7), (4, 2.0), (4, 6.0), (8, 1.5), (30, 2.0), (30, 6.0)]
 

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from hookdrop import NEFTune, ShakeDrop, UniformNoise
 from hookdrop.functional import neftune
@@ -81,25 +80,3 @@ class TestShakeDrop:
         weight = torch.randn_like(x)
         (grad,) = torch.autograd.grad((y * weight).sum(), x)
         torch.testing.assert_close(grad, (b + c - b * c) * weight / mean, rtol=1e-6, atol=1e-6)
-
-    @pytest.mark.parametrize(("alpha", "beta"), RANGES)
-    @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-    def test_factors_have_the_moments_of_the_paper(
-        self, p: float, alpha: tuple[float, float], beta: tuple[float, float]
-    ) -> None:
-        """Mean 1 forward. All means are within 4 standard errors, from the closed-form variance."""
-        n, scale = 100_000, 1 / (1 - p + p * sum(alpha) / 2)
-        forward, backward = factors(n, p, alpha, beta)
-        for factor, (low, high) in ((forward, alpha), (backward, beta)):
-            mean = 1 - p + p * (low + high) / 2
-            square = 1 - p + p * (low * low + low * high + high * high) / 3
-            fourth = 1 - p + p * sum(low**k * high ** (4 - k) for k in range(5)) / 5
-            assert within(factor.mean(), mean * scale, scale * math.sqrt(square - mean**2), n)
-            assert within(factor.square().mean(), square * scale**2, scale**2 * math.sqrt(fourth - square**2), n)
-
-
-def factors(n: int, p: float, alpha: tuple[float, float], beta: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """The forward and the backward factors of `n` samples."""
-    x = torch.ones(n, 1, dtype=torch.float64, requires_grad=True)
-    y = ShakeDrop(p, alpha, beta)(x)
-    return y.detach().flatten(), torch.autograd.grad(y.sum(), x)[0].flatten()

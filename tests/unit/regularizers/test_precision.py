@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from hookdrop import DropBlock, GaussianDropout, GaussianNoise, ShapeError, inject
+from hookdrop import (
+    DropBlock,
+    Dropout,
+    Dropout1d,
+    Dropout2d,
+    Dropout3d,
+    DropPath,
+    GaussianDropout,
+    GaussianNoise,
+    Regularizer,
+    ShapeError,
+    inject,
+)
 from tests.support.regularizers import EVERY, Case
 from tests.support.tensors import HALF
 
@@ -26,21 +40,45 @@ def matmul_with_itself(x: torch.Tensor) -> torch.Tensor:
     return x @ x
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("block_size", [1, 3])
-def test_dropblock_p_0001_is_exact_in_low_precision(dtype: torch.dtype, block_size: int) -> None:
-    """Within 4 standard errors over 10,000 maps."""
-    y = DropBlock(0.001, block_size, normalize=None)(torch.ones(100, 100, 14, 14, dtype=dtype))
-    fractions = (y == 0).double().mean((2, 3)).flatten()
-    assert abs(fractions.mean() - 0.001) < 4 * fractions.std() / 100
+UNITS: dict[Callable[[float], Regularizer], tuple[tuple[int, ...], tuple[int, ...]]] = {
+    Dropout: ((100, 10_000), ()),
+    Dropout1d: ((1000, 1000, 2), (2,)),
+    Dropout2d: ((1000, 1000, 1, 2), (2, 3)),
+    Dropout3d: ((1000, 1000, 1, 1, 2), (2, 3, 4)),
+    DropPath: ((1_000_000, 2), (1,)),
+    partial(DropBlock, block_size=1, normalize="expected"): ((100, 50, 14, 14), ()),
+}
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_noise_has_the_requested_std_in_low_precision(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("p", [0.001, 0.003])
+@pytest.mark.parametrize("cls", UNITS, ids=lambda cls: getattr(cls, "__name__", "DropBlock"))
+def test_zeroed_fraction_is_p_and_the_mean_is_kept(
+    cls: Callable[[float], Regularizer], p: float, dtype: torch.dtype
+) -> None:
+    """Within 4 standard errors of whole units. In bfloat16, `rand < .999` would drop nothing, and .997 rounds to 1."""
+    shape, inside = UNITS[cls]
+    x = (1 + torch.rand(shape)).to(dtype)
+    zero = (y := cls(p)(x)) == 0
+    units = zero.all(inside) if inside else zero
+    assert abs(units.double().mean() - p) < 4 * math.sqrt(p * (1 - p) / units.numel())
+    assert torch.equal(zero.any(inside) if inside else zero, units)
+    assert p == 0.001 or y.double().mean() / x.double().mean() == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_noise_has_the_requested_std(dtype: torch.dtype) -> None:
     assert GaussianNoise(0.1)(torch.zeros(1000, 1000, dtype=dtype)).double().std() == pytest.approx(0.1, rel=0.01)
-    y = GaussianDropout(0.01)(torch.ones(1000, 1000, dtype=dtype)).double()
-    assert y.std() == pytest.approx(math.sqrt(0.01 / 0.99), rel=0.01)
-    assert y.mean() == pytest.approx(1, abs=1e-3)
+    for p in (0.01, 0.2):  # the variance of dropout
+        y = GaussianDropout(p)(torch.ones(1000, 1000, dtype=dtype)).double()
+        assert y.std() == pytest.approx(math.sqrt(p / (1 - p)), rel=0.01)
+        assert y.mean() == pytest.approx(1, abs=2e-3)
+
+
+def test_drop_path_batch_mode_drops_all_or_nothing() -> None:
+    drops = [(DropPath(0.5, mode="batch")(torch.ones(8, 3)) == 0).float().mean().item() for _ in range(200)]
+    assert set(drops) == {0.0, 1.0}
+    assert 60 < sum(drops) < 140
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])

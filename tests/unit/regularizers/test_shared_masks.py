@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hookdrop import Dropout, Dropout1d, Dropout2d, Dropout3d, LockedDropout, Regularizer, parse, plan
+from hookdrop import Dropout, Dropout1d, Dropout2d, Dropout3d, LockedDropout, Regularizer, plan
 from hookdrop.functional import dropout
 from tests.support.models import Small
 from tests.support.tensors import within
@@ -58,13 +58,6 @@ def test_the_named_classes_are_settings(
     assert torch.equal(dropout(x, 0.3, shared=name.shared), expected)
 
 
-def test_text_form() -> None:
-    one = parse("Dropout(p=0.1, shared=(2, 3))")
-    assert (one.shared, repr(one)) == ((2, 3), "Dropout(p=0.1, shared=(2, 3))")
-    assert repr(Dropout(0.1)) == "Dropout(p=0.1)"
-    assert repr(parse("Dropout(0.1, shared=1)")) == "Dropout(p=0.1, shared=(1,))"
-
-
 def test_plan_shows_the_shared_axes_and_warns_about_channels_last(model: Small, images: Tensor) -> None:
     shown = plan(model, Dropout(0.1, shared=(-2, 3)), layers="conv1", example_input=images)
     assert shown.sites[0].reading == "one mask for 16x16 (axes -2, 3)"
@@ -75,4 +68,7 @@ def test_plan_shows_the_shared_axes_and_warns_about_channels_last(model: Small, 
 
 @pytest.mark.parametrize(("shared", "alone"), [((), True), ((1, 2), True), ((0,), False), ((1, -4), False)])
 def test_samples_are_independent_unless_they_share_a_mask(shared: tuple[int, ...], alone: bool) -> None:
-    assert Dropout(0.1, shared=shared).independent_samples is alone
+    one = Dropout(0.1, shared=shared)
+    assert one.independent_samples is alone
+    assert repr(one) == (f"Dropout(p=0.1, shared={shared})" if shared else "Dropout(p=0.1)")
+    assert Dropout(0.1, shared=1).shared == (1,)

@@ -72,14 +72,6 @@ def test_matches_the_paper_with_the_same_draws(
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("regularizer", [MixStyle(0.3, alpha=5.0), DSU(0.3)], ids=repr)
-def test_whole_batches_are_changed_with_probability_p(regularizer: Regularizer) -> None:
-    """Within 4 standard errors over 2,000 batches. MixStyle keeps a batch by chance once in 6! times."""
-    x = styled()
-    changed = torch.tensor([bool((regularizer(x) != x).any()) for _ in range(2000)])
-    assert within(changed.double().mean(), 0.3, math.sqrt(0.21), 2000)
-
-
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 0.5, 1.0, 3.0])
 def test_lambda_follows_the_beta_distribution(alpha: float) -> None:
     """Kolmogorov-Smirnov test at 0.001 over 200,000 draws, except very close to 0 and 1."""

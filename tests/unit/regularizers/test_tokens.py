@@ -51,24 +51,6 @@ class TestRemovingTokens:
 
 
 class TestLockedDropout:
-    @pytest.mark.parametrize("time_dim", [0, 1, 2, -2])
-    def test_mask_is_constant_over_time(self, time_dim: int) -> None:
-        """Within 4 standard errors over 250,000 draws."""
-        shape = [500, 500, 500]
-        shape[time_dim] = 3
-        y = LockedDropout(0.3, time_dim)(torch.ones(shape))
-        assert torch.equal(y, y.narrow(time_dim, 0, 1).expand_as(y))
-        assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
-        assert within((y == 0).double().mean(), 0.3, math.sqrt(0.21), 250_000)
-
-    def test_matches_dropout1d_on_transposed_input(self) -> None:
-        """The mask equals that of Dropout1d on (N, C, T)."""
-        x = torch.randn(64, 5, 32)
-        torch.manual_seed(1)
-        expected = nn.functional.dropout1d(x.transpose(1, 2), 0.4).transpose(1, 2)
-        torch.manual_seed(1)
-        torch.testing.assert_close(LockedDropout(0.4)(x), expected)
-
     @pytest.mark.parametrize("batch_first", [True, False])
     def test_lstm_output_is_masked_and_its_state_is_not(self, batch_first: bool) -> None:
         lstm, time = nn.LSTM(4, 6, batch_first=batch_first), 1 if batch_first else 0

@@ -79,14 +79,6 @@ class TestNoSideEffects:
             inject(model, Dropout(0.5), layers="0", example_input=ROWS)
         assert model[0].few.sum() == 0
 
-    def test_batch_norm_statistics_of_any_size_are_restored(self) -> None:
-        model = nn.Sequential(nn.BatchNorm1d(2**19))
-        x = torch.randn(2, 2**19)
-        drop = inject(model, Dropout(0.5), layers="0", example_input=x)
-        drop.probe(x)
-        assert model[0].running_mean.count_nonzero() == 0
-        assert model[0].num_batches_tracked == 0
-
     def test_python_and_numpy_rng_states_are_restored(self) -> None:
         draws = toy(lambda m, x: x * (1 + 0 * random.random() + 0 * np.random.rand()))
         model = nn.Sequential(draws)

@@ -9,11 +9,10 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from torch import nn
 
-from hookdrop import Dropout, HookdropWarning, LayerError, LinearSchedule, inject, plan
-from hookdrop.injection.verbs import place
+from hookdrop import Dropout, LayerError, inject, plan
 from hookdrop.utils.select import named_layers
 from tests.support.models import Small, names, toy
 
@@ -55,49 +54,23 @@ def reference(model: nn.Module, pattern: str) -> list[str]:
     return [name for name in known if reference_matches(pattern.split("."), name.split("."))]
 
 
-@given(tree=TREES, pattern=PATTERNS)
-def test_globs_agree_with_a_reference_resolver(tree: dict[str, object], pattern: str) -> None:
-    model = build(tree)
-    expected = reference(model, pattern)
-    if expected:
-        assert names(model, pattern) == expected
-    else:
-        with pytest.raises(LayerError):
-            names(model, pattern)
-
-
-@given(data=st.data(), tree=TREES)
-def test_lists_are_unions_and_excludes_are_subtracted(data: st.DataObject, tree: dict[str, object]) -> None:
+@given(tree=TREES, patterns=st.lists(PATTERNS, min_size=1, max_size=3), data=st.data())
+def test_unions_of_globs_without_excludes_agree_with_a_reference_resolver(
+    tree: dict[str, object], patterns: list[str], data: st.DataObject
+) -> None:
     model = build(tree)
     known = [name for name, _ in model.named_modules() if name]
     matching = st.sampled_from(["*", "**", "**.1*", *known]).filter(lambda pattern: reference(model, pattern))
-    patterns = data.draw(st.lists(matching, min_size=1, max_size=3))
+    patterns = data.draw(st.sampled_from([patterns[:1], data.draw(st.lists(matching, min_size=1, max_size=3))]))
     excludes = data.draw(st.lists(matching, max_size=2))
-    wanted = {name for p in patterns for name in reference(model, p)}
-    unwanted = {name for p in excludes for name in reference(model, p)}
-    expected = [name for name, _ in model.named_modules() if name in wanted - unwanted]
-    if expected:
-        assert names(model, patterns, excludes) == expected
+    wanted, unwanted = ([reference(model, one) for one in these] for these in (patterns, excludes))
+    left = {name for one in wanted for name in one} - {name for one in unwanted for name in one}
+    expected = [name for name in known if name in left]
+    if expected and all(wanted):
+        assert names(model, patterns, excludes) == names(nn.DataParallel(model), patterns, excludes) == expected
     else:
-        with pytest.raises(LayerError, match="nothing is left"):
+        with pytest.raises(LayerError, match="nothing is left" if all(wanted) else None):
             names(model, patterns, excludes)
-
-
-@given(tree=TREES, pattern=PATTERNS)
-def test_wrappers_do_not_change_matches(tree: dict[str, object], pattern: str) -> None:
-    model = build(tree)
-    assume(reference(model, pattern))
-    assert names(nn.DataParallel(model), pattern) == reference(model, pattern)
-
-
-@given(tree=TREES)
-def test_names_with_and_without_wrapper_segments_match(tree: dict[str, object]) -> None:
-    model = build(tree)
-    wrapped = nn.DataParallel(model)
-    for name, _ in wrapped.named_modules():
-        plain = name.removeprefix("module").removeprefix(".")
-        if plain and name not in dict(model.named_modules()):
-            assert names(wrapped, name) == [plain]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -123,6 +96,8 @@ def test_classes_instances_and_predicates(model: Small) -> None:
     assert len(names(model, nn.modules.batchnorm._BatchNorm)) == 8
     assert names(model, model.layer1[1].bn2) == ["layer1.1.bn2"]
     assert names(model, [model.fc, model.conv1]) == ["conv1", "fc"]
+    counts = plan(model, Dropout(0.1), layers=["layer1.*", nn.Linear, re.compile("conv1")]).counts
+    assert counts == {"'layer1.*'": 2, "Linear": 1, "re.compile('conv1')": 1}
     wide = names(model, lambda name, module: name.startswith("layer2") and isinstance(module, nn.Conv2d))
     assert wide == ["layer2.0.conv1", "layer2.0.conv2", "layer2.1.conv1", "layer2.1.conv2"]
     assert "" not in names(model, lambda name, module: True)
@@ -206,16 +181,6 @@ class TestSelection:
         with pytest.raises(LayerError, match="which is never called: a hook on it never fires"):
             plan(iterating(), Dropout(0.1), layers="head*[s]")
 
-    def test_sites_that_never_run_warn_after_ten_steps(self) -> None:
-        model = iterating()
-        drop = inject(model, Dropout(0.1), layers="blocks", schedule=LinearSchedule(100))
-        for _ in range(9):
-            model(torch.ones(2, 8))
-            drop.step()
-        with pytest.warns(HookdropWarning, match="'blocks' never ran"):
-            drop.step()
-        drop.step()
-
     def test_multihead_attention_out_proj_is_never_called(self) -> None:
         """Its parent uses its weights; this is known without an example."""
         model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
@@ -223,15 +188,6 @@ class TestSelection:
             inject(model, Dropout(0.1), layers="layers.0.self_attn.out_proj")
         with pytest.raises(LayerError, match="which is never called: a hook on it never fires"):
             inject(model, Dropout(0.1), layers="**.out_proj")
-
-    def test_nested_sites_warn_with_the_effective_rate(self, model: Small) -> None:
-        """`layer1.**` matches the blocks and all of their submodules."""
-        drafted = plan(model, Dropout(0.1), layers="layer1.**")
-        (warning,) = drafted.warnings
-        assert "8 of 10 sites are nested inside other sites" in warning
-        assert "effective rate 0.19" in warning
-        with pytest.warns(HookdropWarning, match="nested inside other sites"):
-            place(drafted)
 
 
 def test_expressions_must_match_the_whole_name(model: Small) -> None:
@@ -246,15 +202,11 @@ def test_expressions_must_match_the_whole_name(model: Small) -> None:
     ("entry", "hint"),
     [
         ("layer5", "did you mean: 'layer2', 'layer1'"),
-        ("bn2", "'**.bn2' (4 modules)"),
-        ("0.bn2", "'**.0.bn2' (2 modules)"),
         ("layer1.0.bn3", "did you mean: 'layer1.0.bn2', 'layer1.0.bn1'"),
         ("BatchNorm2d", "the class BatchNorm2d itself, not its name as a string (8 modules)"),
         (r"layer\d\.0", r"a regular expression? write re.compile('layer\\d\\.0')"),
-        ("Layer1", "did you mean: 'layer1'"),
         ("convv2", "'**.conv2'"),
         ("layer1.bn2", "'layer1.*.bn2' (2 modules)"),
-        ("layer1.*bn2", "'layer1.*.bn2' (2 modules)"),
         ("layer1*bn2", "'layer1.*.bn2' (2 modules)"),
         ("layer?.bn2", "'layer?.*.bn2' (4 modules)"),
         ("*bn2", "'**.*bn2' (4 modules)"),
@@ -263,8 +215,3 @@ def test_expressions_must_match_the_whole_name(model: Small) -> None:
 def test_unknown_names_get_suggestions(model: Small, entry: str, hint: str) -> None:
     with pytest.raises(LayerError, match=re.escape(hint)):
         names(model, entry)
-
-
-def test_counts_of_each_entry(model: Small) -> None:
-    drafted = plan(model, Dropout(0.1), layers=["layer1.*", nn.Linear, re.compile("conv1")])
-    assert drafted.counts == {"'layer1.*'": 2, "Linear": 1, "re.compile('conv1')": 1}

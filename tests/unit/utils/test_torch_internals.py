@@ -9,6 +9,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,171 @@ class RecordingMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Look(torch.autograd.Function):
+    """Calls a function with the gradient in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, look):  # type: ignore[no-untyped-def]
+        ctx.look = look
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.look(grad)
+        return grad, None
+
+
+class Tagged(torch.Tensor):
+    """A subclass that wraps results, as MONAI's MetaTensor."""
+
+
+def inside(context: AbstractContextManager[Any], look: Callable[[], Any]) -> Any:
+    with context:
+        return look()
+
+
+def inside_a_call(look: Callable[[], Any], run: Callable[[Callable[[Tensor], Tensor]], object]) -> Any:
+    """Return what `look` returns in the call of a function that `run` runs, with a sum as its result."""
+    found: list[Any] = []
+    run(lambda x: found.append(look()) or x.sum())
+    return found[0]
+
+
+def inside_backward(look: Callable[[Tensor], Any], **settings: Any) -> Any:
+    """Return what `look` returns for the gradient in a backward pass."""
+    x, found = torch.ones(3, requires_grad=True), []
+    y = Look.apply(x, lambda gradient: found.append(look(gradient)))
+    torch.autograd.grad(y, x, torch.eye(3) if settings else torch.ones(3), **settings)
+    return found[0]
+
+
+def shared() -> nn.Module:
+    """A module that holds a layer under two names."""
+    parent = nn.Module()
+    parent.first = parent.second = nn.Linear(2, 2)
+    parent.third = None
+    return parent
+
+
+def checkpointed(function: Callable[[Tensor], Tensor]) -> Tensor:
+    return checkpoint(lambda x: function(x).sin(), torch.ones(2), use_reentrant=False)
+
+
+BATCH_NORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
+TAGGED = torch.ones(2).as_subclass(Tagged)
+CANARIES: dict[str, Callable[[], object]] = {
+    # Without it, probes and dry runs change running statistics, and frozen batch norms are not recognized.
+    "BatchNorm": lambda: (
+        all(issubclass(kind, internals.BatchNorm) for kind in BATCH_NORMS)
+        and not issubclass(nn.LayerNorm, internals.BatchNorm)
+    ),
+    # Without it, a layer that its parent holds under two names is found under only one of them.
+    "children_of": lambda: list(internals.children_of(shared())) == ["first", "second"],
+    # Without it, every step searches for the first trainable weight.
+    "parameters_of": lambda: (
+        internals.parameters_of(layer := nn.Linear(2, 2, bias=False)) == {"weight": layer.weight, "bias": None}
+    ),
+    # Without it, a dry run cannot replace buffers by copies and changes the statistics.
+    "buffers_of": lambda: (
+        internals.buffers_of(norm := nn.BatchNorm1d(2)).update(running_mean=(other := torch.ones(2))) is None
+        and norm.running_mean is other
+    ),
+    # Without it, a guard about per-sample gradients would never warn.
+    "full_backward_hooks_of": lambda: (
+        [(layer := nn.Linear(2, 2)).register_full_backward_hook(lambda *_: None).id]
+        == list(internals.full_backward_hooks_of(layer))
+    ),
+    # Without it, the native loops write to batched gradients, which have no memory, and crash.
+    "has_storage": lambda: (
+        internals.has_storage(torch.ones(2)) and not inside_backward(internals.has_storage, is_grads_batched=True)
+    ),
+    # Without it, the native loops read all-zero gradients, which have no memory.
+    "is_zero_tensor": lambda: (
+        internals.is_zero_tensor(torch._efficientzerotensor((2,))) and not internals.is_zero_tensor(torch.zeros(2))
+    ),
+    # Without it, updates of weights, and of buffers in a dry run, go unnoticed.
+    "version_of": lambda: internals.version_of(x := torch.ones(2)) + 1 == internals.version_of(x.add_(1)),
+    # Without it, a survey does not see that an in-place change of a view changes the tensor.
+    "storage_of": lambda: inside(
+        internals.fake_tensors(),
+        lambda: (at := internals.storage_of)(x := torch.ones(2, 2)) == at(x[0]) != at(torch.ones(2, 2)),
+    ),
+    # Without them, tensor subclasses are not recognized, and lose their class and metadata.
+    "PLAIN_TYPES": lambda: {torch.Tensor, nn.Parameter} <= set(internals.PLAIN_TYPES) and Tagged not in internals.PLAIN_TYPES,
+    "wraps_results": lambda: internals.wraps_results(TAGGED) and not internals.wraps_results(torch.ones(2)),
+    "on_plain_tensor": lambda: (
+        type(internals.on_plain_tensor(lambda x: x + (type(x) is torch.Tensor), TAGGED)) is Tagged
+        and internals.on_plain_tensor(lambda x: x + (type(x) is torch.Tensor), TAGGED).sum() == 4
+    ),
+    # Without it, a survey needs values: time and memory for the activations of the model.
+    "fake_tensors": lambda: (
+        inside(internals.fake_tensors(), lambda: type(nn.Linear(3, 5)(torch.ones(2, 3))).__name__) == "FakeTensor"
+    ),
+    # Without it, native loops bypass fake tensors, FLOP counters and traces of `make_fx`.
+    "dispatch_modes": lambda: (internals.dispatch_modes(), inside(RecordingMode(), internals.dispatch_modes)) == (0, 1),
+    # Without it, rates set under a fake-tensor mode are fake, and selective checkpoints record RNG states.
+    "without_dispatch_modes": lambda: (
+        inside(mode := RecordingMode(), lambda: inside(internals.without_dispatch_modes(), torch.ones(2).neg)) is not None
+        and not [name for name in mode.seen if "neg" in name]
+    ),
+    # Without it, `torch.jit.trace` silently records a fixed mask.
+    "is_tracing": lambda: (
+        not internals.is_tracing()
+        and inside_a_call(internals.is_tracing, lambda function: torch.jit.trace(function, torch.ones(2), check_trace=False))
+    ),
+    # Without it, `torch.func` transforms of a regularizer fail, or all slices of a `vmap` share one mask.
+    "functorch_stack": lambda: (
+        internals.functorch_stack() is None
+        and inside_a_call(internals.functorch_stack, lambda function: vmap(function)(torch.ones(2, 2))) is not None
+        and inside_a_call(internals.functorch_stack, lambda function: grad(function)(torch.ones(2))) is not None
+    ),
+    # Without it, forward-mode AD of DropBlock and Dropout fails: their fast autograd functions do not support it.
+    "forward_ad_level": lambda: (internals.forward_ad_level(), inside(forward_ad.dual_level(), internals.forward_ad_level)) == (-1, 0),
+    # Without it, a `make_fx` graph has a fixed number of seeds: the number drawn during tracing.
+    "is_proxy_tracing": lambda: (
+        inside_a_call(internals.is_proxy_tracing, lambda function: make_fx(function)(torch.ones(2)))
+        and not inside(RecordingMode(), internals.is_proxy_tracing)
+    ),
+    # Without it, the `randomness` setting of `vmap` is unknown: one mask for all slices, or one each.
+    "vmap_randomness": lambda: (
+        internals.vmap_randomness(),
+        inside_a_call(
+            internals.vmap_randomness,
+            lambda run: vmap(vmap(grad(run), randomness="same"), randomness="different")(torch.ones(2, 3, 4)),
+        ),
+    ) == ((), ("different", "same")),
+    # Without these, recomputed forwards with equal RNG states but different rates cannot be distinguished.
+    "sequence_number": lambda: (
+        internals.sequence_number() == internals.node_sequence_number((torch.ones(2, requires_grad=True) * 2).grad_fn)
+    ),
+    "node_sequence_number": lambda: (
+        (number := internals.node_sequence_number)(torch.ones(2, requires_grad=True).exp().grad_fn)
+        < number(torch.ones(2, requires_grad=True).exp().grad_fn)
+    ),
+    "current_node": lambda: inside_backward(lambda _: internals.current_node().name()) == "LookBackward",
+    # Without it, a checkpoint's recompute counts as a new forward, at the current rate.
+    "graph_task": lambda: internals.graph_task() == -1 != inside_backward(lambda _: internals.graph_task()),
+    # Without it (since PyTorch 2.8), every training forward is treated as checkpointed, and its rate is remembered.
+    "saved_tensors_hooks": lambda: (
+        torch.__version__ < (2, 8)
+        if (hooks := internals.saved_tensors_hooks) is None
+        else hooks(True) is None and inside_a_call(lambda: hooks(True), checkpointed) is not None
+    ),
+    # Without it, code that cannot be right compiles, or fails inside PyTorch.
+    "can_replay_random_operators": lambda: (
+        internals.can_replay_random_operators() == (torch.__version__ >= (2, 11))
+        and not vmap(lambda x: x + internals.can_replay_random_operators())(torch.zeros(2)).any()
+    ),
+    # Without it, the compiler traces into these functions, and fails.
+    "constants_of_a_trace": lambda: all(isinstance(one(), bool | tuple) for one in internals.constants_of_a_trace),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CANARIES)
+def test_name(name: str) -> None:
+    assert CANARIES[name]()
+
+
 def test_every_name_has_a_canary_test() -> None:
     names = set()
     for node in ast.parse(Path(internals.__file__).read_text()).body:
@@ -52,49 +218,11 @@ def test_every_name_has_a_canary_test() -> None:
     missing = [
         name
         for name in names
-        if not name.startswith("_") and not re.search(rf"def test_{name}|import .*\b{name}\b", tests)
+        if not name.startswith("_")
+        and not re.search(rf"def test_{name}|import .*\b{name}\b|^    \"{name}\": ", tests, re.M)
     ]
     assert len(names) > 15
     assert not missing, f"write a canary for each name of torch_internals.py: {missing}"
-
-
-# --- modules
-
-
-@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d])
-def test_BatchNorm(kind: type[nn.Module]) -> None:
-    """Without it, probes and dry runs change running statistics, and frozen batch norms are not recognized."""
-    assert issubclass(kind, internals.BatchNorm)
-    assert not issubclass(nn.LayerNorm, internals.BatchNorm)
-
-
-def test_children_of() -> None:
-    """Without it, a layer that its parent holds under two names is found under only one of them."""
-    parent, shared = nn.Module(), nn.Linear(2, 2)
-    parent.first, parent.second, parent.third = shared, shared, None
-    assert list(internals.children_of(parent).items()) == [("first", shared), ("second", shared)]
-    assert [name for name, _ in parent.named_children()] == ["first"]
-
-
-def test_parameters_of() -> None:
-    """Without it, every step searches for the first trainable weight."""
-    layer = nn.Linear(2, 2, bias=False)
-    assert internals.parameters_of(layer) == {"weight": layer.weight, "bias": None}
-
-
-def test_buffers_of() -> None:
-    """Without it, a dry run cannot replace buffers by copies and changes the statistics."""
-    norm, other = nn.BatchNorm1d(2), torch.ones(2)
-    internals.buffers_of(norm)["running_mean"] = other
-    assert norm.running_mean is other
-    assert list(internals.buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked"]
-
-
-def test_full_backward_hooks_of() -> None:
-    """A guard about per-sample gradients would never warn."""
-    layer = nn.Linear(2, 2)
-    handle = layer.register_full_backward_hook(lambda *_: None)
-    assert list(internals.full_backward_hooks_of(layer)) == [handle.id]
 
 
 def test_HOOK_TABLES() -> None:
@@ -114,126 +242,6 @@ def test_HOOK_TABLES() -> None:
     assert {name for name in vars(layer) if name.startswith("_forward_")} == set(sizes)
 
 
-# --- tensors
-
-
-class Look(torch.autograd.Function):
-    """Calls a function with the gradient in the backward pass."""
-
-    @staticmethod
-    def forward(ctx, x, look):  # type: ignore[no-untyped-def]
-        ctx.look = look
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        ctx.look(grad)
-        return grad, None
-
-
-def test_has_storage() -> None:
-    """Without it, the native loops write to batched gradients, which have no memory, and crash."""
-    found: list[bool] = []
-    x = torch.ones(3, requires_grad=True)
-    y = Look.apply(x, lambda grad: found.append(internals.has_storage(grad)))
-    torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
-    assert internals.has_storage(torch.ones(2))
-    assert found == [False]
-
-
-def test_is_zero_tensor() -> None:
-    """Without it, the native loops read all-zero gradients, which have no memory."""
-    zero = torch._efficientzerotensor((2,))
-    assert internals.is_zero_tensor(zero)
-    assert not internals.is_zero_tensor(torch.zeros(2))
-
-
-def test_version_of() -> None:
-    """Without it, updates of weights, and of buffers in a dry run, go unnoticed."""
-    x = torch.ones(2)
-    before = internals.version_of(x)
-    x.add_(1)
-    assert internals.version_of(x) == before + 1
-
-
-def test_storage_of() -> None:
-    """Without it, a survey does not see that an in-place change of a view changes the tensor."""
-    with internals.fake_tensors():
-        x, other = torch.ones(2, 2), torch.ones(2, 2)
-        assert internals.storage_of(x) == internals.storage_of(x[0]) != internals.storage_of(other)
-
-
-# --- modes and transforms that intercept operations
-
-
-class Tagged(torch.Tensor):
-    """A subclass that wraps results, as MONAI's MetaTensor."""
-
-
-TAGGED = torch.ones(2).as_subclass(Tagged)
-
-
-def test_PLAIN_TYPES() -> None:
-    assert {torch.Tensor, nn.Parameter} <= set(internals.PLAIN_TYPES)
-    assert Tagged not in internals.PLAIN_TYPES
-
-
-def test_wraps_results() -> None:
-    assert internals.wraps_results(TAGGED)
-    assert not internals.wraps_results(torch.ones(2))
-
-
-def test_on_plain_tensor() -> None:
-    """The function gets a plain tensor, and the subclass wraps the result."""
-    seen = []
-    y = internals.on_plain_tensor(lambda x: seen.append(type(x)) or x + 1, TAGGED)
-    assert (seen, type(y)) == ([torch.Tensor], Tagged)
-
-
-def test_fake_tensors() -> None:
-    """Without it, a survey needs values: time and memory for the activations of the model."""
-    layer = nn.Linear(3, 5)
-    with internals.fake_tensors() as mode, torch.no_grad():
-        y = layer(mode.from_tensor(torch.ones(2, 3)))
-    assert y.shape == (2, 5)
-    assert internals.version_of(y) == 0
-
-
-def test_dispatch_modes() -> None:
-    """Without it, native loops bypass fake tensors, FLOP counters and traces of `make_fx`."""
-    assert internals.dispatch_modes() == 0
-    with RecordingMode():
-        assert internals.dispatch_modes() == 1
-
-
-def looked(look: Callable[[], object], run: Callable[[Callable[[Tensor], Tensor]], object]) -> list[object]:
-    """Return what `look` returns in each call of a function that `run` runs, with a sum as its result."""
-    found: list[object] = []
-    run(lambda x: found.append(look()) or x.sum())
-    return found
-
-
-def test_is_tracing() -> None:
-    """Without it, `torch.jit.trace` silently records a fixed mask."""
-    trace = lambda function: torch.jit.trace(function, torch.ones(2), check_trace=False)  # noqa: E731
-    assert not internals.is_tracing()
-    assert looked(internals.is_tracing, trace) == [True]
-
-
-def test_functorch_stack() -> None:
-    """Without it, `torch.func` transforms of a regularizer fail, or all slices of a `vmap` share one mask."""
-    assert internals.functorch_stack() is None
-    for run in (lambda function: vmap(function)(torch.ones(2, 2)), lambda function: grad(function)(torch.ones(2))):
-        assert None not in looked(internals.functorch_stack, run)
-
-
-def test_without_dispatch_modes() -> None:
-    """Without it, rates set under a fake-tensor mode are fake, and selective checkpoints record RNG states."""
-    with RecordingMode() as watching, internals.without_dispatch_modes():
-        torch.ones(2).mul(2)
-    assert watching.seen == []
-
-
 def test_without_functorch() -> None:
     """Without it, the RNG state cannot be read inside `vmap`."""
 
@@ -245,80 +253,6 @@ def test_without_functorch() -> None:
         return x
 
     vmap(function, randomness="error")(torch.ones(2))
-
-
-def test_forward_ad_level() -> None:
-    """Without it, forward-mode AD of DropBlock and Dropout fails: their fast autograd functions do not support it."""
-    assert internals.forward_ad_level() == -1
-    with forward_ad.dual_level():
-        assert internals.forward_ad_level() == 0
-    assert internals.forward_ad_level() == -1
-
-
-def test_is_proxy_tracing() -> None:
-    """Without it, a `make_fx` graph has a fixed number of seeds: the number drawn during tracing."""
-    assert looked(internals.is_proxy_tracing, lambda function: make_fx(function)(torch.ones(2))) == [True]
-    with RecordingMode():
-        assert not internals.is_proxy_tracing()
-
-
-def test_vmap_randomness() -> None:
-    """Without it, the `randomness` setting of `vmap` is unknown: one mask for all slices, or one each."""
-
-    def run(function: Any) -> None:
-        vmap(vmap(grad(function), randomness="same"), randomness="different")(torch.ones(2, 3, 4))
-
-    assert looked(internals.vmap_randomness, run) == [("different", "same")]
-    assert internals.vmap_randomness() == ()
-
-
-# --- the backward pass
-
-
-def test_node_sequence_number() -> None:
-    """Without it, recomputed forwards with equal RNG states but different rates cannot be distinguished."""
-    first, second = (torch.ones(2, requires_grad=True).exp() for _ in range(2))
-    assert internals.node_sequence_number(first.grad_fn) < internals.node_sequence_number(second.grad_fn)
-
-
-def test_graph_task() -> None:
-    """Without it, a checkpoint's recompute counts as a new forward, at the current rate."""
-    assert internals.graph_task() == -1
-    found: list[int] = []
-    Look.apply(torch.ones(2, requires_grad=True), lambda _: found.append(internals.graph_task())).sum().backward()
-    assert found != [-1]
-
-
-def test_sequence_number() -> None:
-    """Without it, recomputed forwards with equal RNG states cannot be distinguished."""
-    before = internals.sequence_number()
-    y = torch.ones(2, requires_grad=True) * 2
-    assert y.grad_fn is not None
-    assert y.grad_fn._sequence_nr() == before
-    assert internals.sequence_number() == before + 1
-
-
-def test_current_node() -> None:
-    """Without it, likewise: it is the node whose backward recomputes the forward."""
-    found: list[tuple[str, int]] = []
-
-    def look(_: Tensor) -> None:
-        found.append((internals.current_node().name(), internals.current_node()._sequence_nr()))
-
-    before = internals.sequence_number()
-    Look.apply(torch.ones(2, requires_grad=True), look).sum().backward()
-    assert found == [("LookBackward", before)]
-
-
-def test_saved_tensors_hooks() -> None:
-    """Without it, every training forward is treated as checkpointed, and its rate is remembered."""
-    if internals.saved_tensors_hooks is None:
-        assert torch.__version__ < (2, 8), "available since PyTorch 2.8"
-        return
-    hooks = internals.saved_tensors_hooks
-    assert hooks(True) is None
-    run = lambda function: checkpoint(lambda x: function(x).sin(), torch.ones(2), use_reentrant=False)  # noqa: E731
-    assert None not in looked(lambda: hooks(True), run)
 
 
 # --- the compiler (more in tests/integration/compile/test_torch_internals.py)
@@ -337,17 +271,6 @@ def test_recomputes_forward() -> None:
             with config.patch({name: value}):
                 assert internals.recomputes_forward()
     assert hasattr(config, "activation_memory_budget")
-
-
-def test_can_replay_random_operators() -> None:
-    """Without it, code that cannot be right compiles, or fails inside PyTorch."""
-    assert internals.can_replay_random_operators() == (torch.__version__ >= (2, 11))
-    assert not vmap(lambda x: x + internals.can_replay_random_operators())(torch.zeros(2)).any()
-
-
-def test_constants_of_a_trace() -> None:
-    """Without it, the compiler traces into these functions, and fails."""
-    assert all(isinstance(function(), bool | tuple) for function in internals.constants_of_a_trace)
 
 
 @pytest.mark.parametrize(
