@@ -250,18 +250,6 @@ class TestWhatItLeavesAlone:
         assert modes() == 0
         assert (found[0] > 0).all()
 
-    def test_a_module_that_calls_itself(self) -> None:
-        class Twice(nn.Module):
-            depth = 0
-
-            def forward(self, q: Tensor) -> Tensor:
-                self.depth += 1
-                q = self(q) if self.depth < 2 else q
-                return SDPA(q, q, q)
-
-        assert hooked(Twice())(tokens()).shape == tokens().shape
-        assert modes() == 0
-
     def test_a_softmax_over_another_axis_or_of_a_vector_is_not_of_scores(self) -> None:
         gated = toy(lambda m, x: x.softmax(1) + x.softmax(0) + x[0, 0].softmax(-1) + 0.0 * (x @ x.mT).softmax(-1) @ x)
         x = tokens()

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop.utils import torch_internals as internals
+from tests.support.models import toy
 from tests.support.programs import ROOT
 
 
@@ -372,3 +373,19 @@ def test_skip_frames_of() -> None:
     assert found == [False]
     assert torch.compile(call, backend="eager", fullgraph=True)(torch.ones(1)) == 2
     assert found[1] is True
+
+
+def test_runs_compiled_code() -> None:
+    """Without it, a forward that is compiled alone ignores the regularized parameters of its module."""
+    seen = []
+
+    def hook(*call: object) -> None:
+        seen.append(internals.runs_compiled_code())
+
+    model = toy(lambda net, x: net.relu(x), relu=nn.ReLU())
+    model.register_forward_pre_hook(hook)
+    torch.compile(lambda x: x, backend="eager")(torch.ones(2))
+    internals.skip_frames_of(hook, internals.runs_compiled_code)
+    model(torch.ones(2))
+    torch.compile(model, backend="eager")(torch.ones(2))
+    assert seen == [False, True]
