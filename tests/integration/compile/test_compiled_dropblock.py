@@ -12,29 +12,17 @@ from torch.func import grad, vmap
 
 from hookdrop import DropBlock, HookdropWarning, LinearSchedule, ShapeError, inject
 from hookdrop.functional import drop_block
+from tests.support.models import toy
 from tests.support.tensors import zero_fraction
-
-NORMALIZE = ["batch", "sample", "expected", None]
-
-
-class Variants(nn.Module):
-    """A site for each way to normalize, to share masks and to draw: with sparse and with dense seeds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        variants = list(product(NORMALIZE, [(0.1, True), (0.1, False), (0.97, True)]))
-        self.sites = nn.ModuleList(nn.Identity() for _ in variants)
-        for i, (normalize, (p, per_channel)) in enumerate(variants):
-            drop = DropBlock(p, 5, normalize=normalize, per_channel=per_channel)
-            inject(self, drop, layers=f"sites.{i}", name=f"variant {i}")
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [site(x) for site in self.sites]
 
 
 def test_compiled_matches_eager_with_the_same_seed() -> None:
-    """Forward and gradient."""
-    model, x = Variants(), torch.randn(8, 16, 20, 20).requires_grad_()
+    """Forward and gradient, for each way to normalize, to share masks and to draw: with sparse and with dense seeds."""
+    variants = list(product(["batch", "sample", "expected", None], [(0.1, True), (0.1, False), (0.97, True)]))
+    drops = [DropBlock(p, 5, normalize=normalize, per_channel=own) for normalize, (p, own) in variants]
+    model = toy(lambda self, x: [site(x) for site in self.sites], sites=nn.ModuleList(nn.Identity() for _ in drops))
+    inject(model, {f"sites.{i}": drop for i, drop in enumerate(drops)})
+    x = torch.randn(8, 16, 20, 20).requires_grad_()
 
     def outputs_and_gradients(call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         torch.manual_seed(3)
@@ -69,14 +57,7 @@ def test_per_slice_gradients_drop_at_p(p: float) -> None:
     torch.testing.assert_close(y.mean((1, 2, 3, 4)), torch.ones(5))
 
 
-def test_unsupported_shape_raises() -> None:
-    model = nn.Sequential(nn.Identity())
-    inject(model, DropBlock(0.3, 3), layers="0")
-    with pytest.raises(ShapeError):
-        torch.compile(model, backend="eager")(torch.ones(2, 5, 8))
-
-
-def test_shape_warnings_are_raised_at_the_next_step() -> None:
+def test_shape_warnings_are_raised_at_the_next_step_and_errors_at_once() -> None:
     """Warnings cannot be raised from inside a compiled graph."""
     model = nn.Sequential(nn.Identity())
     drop = inject(model, DropBlock(0.3, 7), layers="0", schedule=LinearSchedule(10))
@@ -88,3 +69,5 @@ def test_shape_warnings_are_raised_at_the_next_step() -> None:
     fast(torch.ones(2, 5, 7, 7))
     drop.step()
     assert not drop.check()
+    with pytest.raises(ShapeError):
+        torch.compile(model, backend="eager")(torch.ones(2, 5, 8))
