@@ -76,12 +76,17 @@ def test_a_checkpoint_inside_of_compiled_code_counts_once() -> None:
     expected = gradients(model, lambda: model(X).square().mean() + drop.penalty())
     broken = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(gradients(model, lambda: broken(X).square().mean() + drop.penalty()), expected)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="skip_fwd_side_effects_in_bwd_under_checkpoint = True"):
-        torch.compile(model, backend="aot_eager", fullgraph=True)(X)
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
         whole = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(gradients(model, lambda: whole(X).square().mean() + drop.penalty()), expected)
     assert drop.penalty() == 0
+
+
+def test_a_compiled_checkpoint_whole_graph_names_the_setting() -> None:
+    part, _ = penalized()
+    model = torch.compile(checkpointed(part), backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="skip_fwd_side_effects_in_bwd_under_checkpoint = True"):
+        model(X)
 
 
 def test_the_penalty_is_read_outside_of_the_compiled_function() -> None:
