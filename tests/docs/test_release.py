@@ -111,35 +111,27 @@ def test_build_without_a_compiler_says_what_is_slower(sources: Path, tmp_path: P
     assert LIBRARY not in files(wheel)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("require", r"could not compile its C loops, but HOOKDROP_KERNEL is 'require'\. .*'no-such-compiler'"),
-        ("required", r"HOOKDROP_KERNEL is 'required'\. Unset it, or set it to 0 or require\."),
-    ],
-)
-def test_required_loops_that_cannot_be_built_fail_the_build(
-    sources: Path, tmp_path: Path, setting: str, message: str
-) -> None:
-    done = build(sources, tmp_path / "out", HOOKDROP_KERNEL=setting, CC="no-such-compiler")
-    assert done.returncode == 1
-    assert re.search(message, flat(done))
-    assert not list(tmp_path.glob("out/*.whl"))
+def test_required_loops_that_cannot_be_built_fail_the_build(sources: Path, tmp_path: Path) -> None:
+    for setting, message in {
+        "require": r"could not compile its C loops, but HOOKDROP_KERNEL is 'require'\. .*'no-such-compiler'",
+        "required": r"HOOKDROP_KERNEL is 'required'\. Unset it, or set it to 0 or require\.",
+    }.items():
+        done = build(sources, tmp_path / "out", HOOKDROP_KERNEL=setting, CC="no-such-compiler")
+        assert done.returncode == 1
+        assert re.search(message, flat(done))
+        assert not list(tmp_path.glob("out/*.whl"))
 
 
 def flat(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join((done.stdout + done.stderr).split())
 
 
-def test_metadata_without_an_address(sources: Path) -> None:
+def test_metadata_without_and_with_an_address(sources: Path) -> None:
     found = metadata(sources)
     assert found["version"] == hookdrop.__version__
     assert found["authors"] == [{"name": "the hookdrop authors"}]
     assert found["readme"] == {"content-type": "text/markdown", "text": (ROOT / "README.md").read_text()}
     assert not found.get("urls")
-
-
-def test_metadata_with_an_address(sources: Path) -> None:
     set_address(sources)
     found = metadata(sources)
     assert found["urls"]["Repository"] == ADDRESS

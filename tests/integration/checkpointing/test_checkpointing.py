@@ -71,45 +71,11 @@ def test_gradients_are_bit_identical_with_and_without_checkpointing(case: Case, 
         drop.remove()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["Dropout", "DropBlock (sparse)"])
-def test_under_autocast(name: str, mode: Forward) -> None:
-    model = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 6, 3, padding=1), nn.Sigmoid())
-    inject(model, EVERY[name].regularizer, layers=SITES)
-
-    def autocast(way: Forward) -> Forward:
-        def forward(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return way(model, x)
-
-        return forward
-
-    x = EVERY[name].input()
-    assert all_equal(run(model, x, autocast(mode)), run(model, x, autocast(plain)))
-
-
-def test_inputs_without_requires_grad() -> None:
-    """A reentrant checkpoint computes no gradients, with a warning from PyTorch; a non-reentrant one is exact."""
-    case = EVERY["DropBlock (sparse)"]
-    model, x = case.model(), case.input()
-    inject(model, case.regularizer, layers=SITES)
-
-    def of_weights(way: Forward) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        model.zero_grad()
-        way(model, x).square().sum().backward()
-        return [p.grad for p in model.parameters()]
-
-    assert all_equal(of_weights(non_reentrant), of_weights(plain))
-    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
-        assert not reentrant(model, x).requires_grad
-
-
 class TestRngStateNotPreserved:
     """`preserve_rng_state=False`: the recompute has another mask and the gradients are wrong; PyTorch does not warn."""
 
     @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize("name", REPRESENTATIVE)
+    @pytest.mark.parametrize("name", ["DropBlock (sparse)", "LayerDrop"])
     def test_warns_once(self, name: str, mode: Forward) -> None:
         model, x = EVERY[name].model(), EVERY[name].input()
         inject(model, EVERY[name].regularizer, layers=SITES)
@@ -197,10 +163,7 @@ class TestOtherThreads:
     def test_seek_in_another_thread_takes_effect_and_lasts(self) -> None:
         found, expected, drop = self.recompute_while(lambda model, drop: drop.seek(0))
         assert all_equal(found, expected)
-        assert drop.p == 0.0
-        assert [site.p for site in drop.sites] == [0.0, 0.0]
-        model = nn.Sequential(nn.Identity())
-        assert torch.equal(model(torch.ones(9)), torch.ones(9))
+        assert [drop.p, *(site.p for site in drop.sites)] == [0.0] * 3
 
 
 class TestBeforePyTorch28:

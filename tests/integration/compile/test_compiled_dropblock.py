@@ -12,29 +12,17 @@ from torch.func import grad, vmap
 
 from hookdrop import DropBlock, HookdropWarning, LinearSchedule, ShapeError, inject
 from hookdrop.functional import drop_block
+from tests.support.models import toy
 from tests.support.tensors import zero_fraction
-
-NORMALIZE = ["batch", "sample", "expected", None]
-
-
-class Variants(nn.Module):
-    """A site for each way to normalize, to share masks and to draw: with sparse and with dense seeds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        variants = list(product(NORMALIZE, [(0.1, True), (0.1, False), (0.97, True)]))
-        self.sites = nn.ModuleList(nn.Identity() for _ in variants)
-        for i, (normalize, (p, per_channel)) in enumerate(variants):
-            drop = DropBlock(p, 5, normalize=normalize, per_channel=per_channel)
-            inject(self, drop, layers=f"sites.{i}", name=f"variant {i}")
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [site(x) for site in self.sites]
 
 
 def test_compiled_matches_eager_with_the_same_seed() -> None:
-    """Forward and gradient."""
-    model, x = Variants(), torch.randn(8, 16, 20, 20).requires_grad_()
+    """Forward and gradient, for each way to normalize, to share masks and to draw: with sparse and with dense seeds."""
+    variants = list(product(["batch", "sample", "expected", None], [(0.1, True), (0.1, False), (0.97, True)]))
+    drops = [DropBlock(p, 5, normalize=normalize, per_channel=own) for normalize, (p, own) in variants]
+    model = toy(lambda self, x: [site(x) for site in self.sites], sites=nn.ModuleList(nn.Identity() for _ in drops))
+    inject(model, {f"sites.{i}": drop for i, drop in enumerate(drops)})
+    x = torch.randn(8, 16, 20, 20).requires_grad_()
 
     def outputs_and_gradients(call: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         torch.manual_seed(3)

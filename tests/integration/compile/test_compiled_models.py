@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from hookdrop import (
     DropBlock,
     Dropout,
-    EarlySchedule,
     HookdropWarning,
     InjectionError,
     LinearSchedule,
@@ -26,20 +26,17 @@ from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from hookdrop.recipes import set_dropout
 from tests.support.compiling import graphs
 from tests.support.leaks import no_leaks
-from tests.support.models import without_zeros
+from tests.support.models import toy, without_zeros
 from tests.support.programs import run_code
-from tests.support.tensors import zero_fraction
+from tests.support.tensors import X, zero_fraction, zeroed
+from tests.support.tensors import zeroed as zeroed_by
+from tests.support.training import optimize
 
-X = torch.ones(20_000)
 STRICT = ("-W", "error::UserWarning")
 
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Identity(), nn.Identity())
-
-
-def zeroed(call: nn.Module) -> float:
-    return zero_fraction(call(X))
 
 
 def compiled(model: nn.Module) -> nn.Module:
@@ -49,15 +46,8 @@ def compiled(model: nn.Module) -> nn.Module:
 def test_a_schedule_that_is_not_advancing_warns() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-    optimizer, fast = torch.optim.SGD(model.parameters(), 1e-3), compiled(model)
-
-    def update(times: int) -> None:
-        for _ in range(times):
-            fast(torch.ones(2)).sum().backward()
-            optimizer.step()
-
     with pytest.warns(HookdropWarning, match="still at step 0 of LinearSchedule") as caught:
-        update(3 * UPDATES_BEFORE_WARNING)
+        optimize(compiled(model), 3 * UPDATES_BEFORE_WARNING)
     assert len(caught) == 1
     assert any("its schedule is not advancing" in problem for problem in drop.check())
 
@@ -95,11 +85,8 @@ def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(
     compile_: Callable[..., Any], regularizer: Regularizer
 ) -> None:
     """PyTorch's guards notice them, without a warning, a graph break or a new batch size."""
-    model, x = net(), torch.ones(64, 64, 12, 12)
-    fast = compile_(model)
-
-    def zeroed() -> float:
-        return zero_fraction(fast(x))
+    model = net()
+    zeroed = partial(zeroed_by, compile_(model), torch.ones(64, 64, 12, 12))
 
     assert zeroed() == 0
     for _ in range(2):
@@ -112,6 +99,11 @@ def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(
             assert zeroed() == 0
         drop.target_p = 0.2
         assert zeroed() == pytest.approx(0.2, abs=0.02)
+        model.eval()
+        assert zeroed() == 0
+        with drop.sampling(p=0.1):
+            assert zeroed() == pytest.approx(0.1, abs=0.02)
+        model.train()
         drop.remove()
         assert zeroed() == 0
     inject(model, regularizer, layers="1")
@@ -122,20 +114,13 @@ def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(
 
 def test_unrelated_compiled_models_are_not_recompiled() -> None:
     """The clean code of the model itself is also reused after `remove`."""
-    compiled_graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
-        compiled_graphs.append(graph)
-        return graph
-
-    other = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend=backend)
-    model = nn.Sequential(nn.Tanh())
-    fast = torch.compile(model, backend=backend)
+    other, model = compiled(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), nn.Sequential(nn.Tanh())
+    fast = compiled(model)
 
     def call() -> int:
         other(torch.ones(4))
         fast(X)
-        return len(compiled_graphs)
+        return graphs()
 
     assert call() == 2
     drop = inject(model, Dropout(0.5), layers="0")
@@ -174,21 +159,6 @@ with warnings.catch_warnings(record=True) as caught:
     inject(model, Dropout(0.5), layers="0")
 assert ["import hookdrop before the first compiled call" in str(w.message) for w in caught] == [True], caught
 """, *STRICT)  # fmt: skip
-
-
-def test_enabling_and_sampling_take_effect() -> None:
-    model = net()
-    drop = inject(model, Dropout(0.5), layers="0")
-    fast = compiled(model)
-    assert zeroed(fast) > 0.4
-    drop.enabled = False
-    assert zeroed(fast) == 0
-    drop.enabled = True
-    model.eval()
-    assert zeroed(fast) == 0
-    with drop.sampling(p=0.2):
-        assert zeroed(fast) == pytest.approx(0.2, abs=0.02)
-    assert zeroed(fast) == 0
 
 
 def test_inject_inside_a_trace_raises() -> None:
@@ -233,18 +203,13 @@ def test_a_warning_raised_as_an_error_does_not_interrupt_rate_updates() -> None:
     assert [site.p for site in drop.sites] == [0.25, 0.25]
 
 
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """Reads its rate at each call, as the attention of transformers does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_dropout = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(x, self.attention_dropout, self.training)
+    forward = lambda self, x: nn.functional.dropout(x, self.attention_dropout, self.training)  # noqa: E731
+    return toy(forward, attention_dropout=0.0)
 
 
-@pytest.mark.parametrize(("layer", "backend"), [(Attention, "eager"), (lambda: nn.Dropout(0.0), "aot_eager")])
+@pytest.mark.parametrize(("layer", "backend"), [(attention, "eager"), (lambda: nn.Dropout(0.0), "aot_eager")])
 @torch._dynamo.config.patch(recompile_limit=3)
 def test_scheduled_set_dropout_never_keeps_an_old_rate(layer: Callable[[], nn.Module], backend: str) -> None:
     """Each rate is compiled anew; beyond PyTorch's limit of recompilations, the code runs uncompiled."""
@@ -256,16 +221,6 @@ def test_scheduled_set_dropout_never_keeps_an_old_rate(layer: Callable[[], nn.Mo
         expected = 0.6 * change.step_count / change.schedule.settles_at
         assert zeroed(fast) == pytest.approx(expected, abs=0.018)  # 5 standard errors
     assert graphs() == 3
-
-
-def test_switching_set_dropout_compiles_two_graphs() -> None:
-    model = nn.Sequential(nn.Dropout(0.5)).train()
-    change = inject(model, set_dropout(p=0.5), schedule=EarlySchedule(3), example_input=X)
-    fast = torch.compile(model, backend="eager", fullgraph=True)
-    for step in range(12):
-        assert (zeroed(fast) > 0.4) == (step < 3)
-        change.step()
-    assert graphs() == 2
 
 
 def test_set_dropout_inside_compiled_code_raises() -> None:

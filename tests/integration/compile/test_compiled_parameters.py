@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Skipping serialization:UserWarni
 
 @pytest.mark.parametrize(
     ("regularizer", "backend"),
-    [(Dropout(p=0.5), "inductor"), (Mixout(p=0.5), "inductor"), (Dropout(p=0.5), "aot_eager")],
+    [(Mixout(p=0.5), "inductor"), (Dropout(p=0.5), "aot_eager")],
 )
 def test_compiled_layers_use_regularized_weights(regularizer: Regularizer, backend: str) -> None:
     """A dropped element of a weight has no gradient; its share is right within 4 standard errors."""

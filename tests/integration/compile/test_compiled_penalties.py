@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import ActivationPenalty, HookdropWarning, Injection, LinearSchedule, inject
+from hookdrop import ActivationPenalty, Injection, LinearSchedule, inject
 from tests.support.compiling import graphs
+from tests.support.models import toy
 
 # PyTorch emits and hides this warning if a graph takes a tensor with a history.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -64,50 +65,14 @@ def test_eval_mode_disabled_no_grad_and_rate_0_collect_nothing() -> None:
     assert drop.penalty() == 0
 
 
-def test_recording_breaks_the_graph_and_collects_the_same() -> None:
-    model, drop = penalized()
-    fast = torch.compile(model, backend="aot_eager")
-    model(X)
-    expected = drop.penalty()
-    with drop.recording() as recorded:
-        fast(X)
-    assert recorded.totals.calls == 2
-    torch.testing.assert_close(drop.penalty(), expected)
-
-
-def test_unread_terms_warn_after_20_updates_and_are_forgotten() -> None:
-    model, drop = penalized()
-    fast, optimizer = (
-        torch.compile(model, backend="aot_eager", fullgraph=True),
-        torch.optim.SGD(model.parameters(), 0.0),
-    )
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            fast(X).square().mean().backward()
-            optimizer.step()
-
-    with pytest.warns(HookdropWarning, match="nothing read the loss terms"):
-        train(25)
-    fast(X)
-    found = drop.penalty()
-    model(X)
-    torch.testing.assert_close(found, drop.penalty())
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.part, x, use_reentrant=False)
+def checkpointed(part: nn.Module) -> nn.Module:
+    return toy(lambda self, x: checkpoint(self.part, x, use_reentrant=False), part=part)
 
 
 def test_a_checkpoint_inside_of_compiled_code_counts_once() -> None:
     """By default, PyTorch runs a checkpoint with side effects outside of the graph; a setting allows them."""
     part, drop = penalized()
-    model = Checkpointed(part)
+    model = checkpointed(part)
     expected = gradients(model, lambda: model(X).square().mean() + drop.penalty())
     broken = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(gradients(model, lambda: broken(X).square().mean() + drop.penalty()), expected)
@@ -119,7 +84,7 @@ def test_a_checkpoint_inside_of_compiled_code_counts_once() -> None:
 
 def test_a_compiled_checkpoint_whole_graph_names_the_setting() -> None:
     part, _ = penalized()
-    model = torch.compile(Checkpointed(part), backend="aot_eager", fullgraph=True)
+    model = torch.compile(checkpointed(part), backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="skip_fwd_side_effects_in_bwd_under_checkpoint = True"):
         model(X)
 

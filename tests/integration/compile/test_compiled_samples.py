@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hookdrop import DSU, DropPath, LinearSchedule, Masksembles, MixStyle, NEFTune, Regularizer, ShakeDrop, inject
+from hookdrop import DropPath, LinearSchedule, Masksembles, NEFTune, Regularizer, ShakeDrop, inject
 from tests.support.compiling import Net, graphs
-from tests.support.tensors import all_equal, styled, within
+from tests.support.tensors import within
 from tests.unit.hooks.test_call_context import IDS, MASK, TokenModel, Windowed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Skipping serialization:UserWarning")  # raised by PyTorch 2.6 itself
@@ -23,67 +22,33 @@ def hooked(regularizer: Regularizer, schedule: LinearSchedule | None = None) -> 
     return model, inject(model, regularizer, layers="inner", schedule=schedule)
 
 
-def test_compiled_shake_drop_follows_its_schedule() -> None:
-    """Two graphs: at rate 0 and above. For ones, the output is the forward and the gradient the backward factor."""
-    n, p = 20_000, 0.5
-    model, drop = hooked(ShakeDrop(p, alpha=(-1.0, 1.0), beta=(0.0, 1.0)), LinearSchedule(10))
-    fast = torch.compile(model, fullgraph=True)
-    for step in (0, 4, 10):
-        drop.seek(step)
-        x = torch.ones(n, 2, requires_grad=True)
-        y = fast(x)
-        drop.seek(10)  # between forward and backward
-        (grad,) = torch.autograd.grad(y.sum(), x)
-        rate = p * step / 10
-        forward, backward = ((t * (1 - rate)).detach() for t in (y, grad))
-        assert torch.equal(forward[:, 0], forward[:, 1])
-        assert torch.equal(backward[:, 0], backward[:, 1])
-        perturbed = (forward[:, 0] - 1.0).abs() > 1e-6
-        assert within(perturbed.double().mean(), rate, math.sqrt(rate * (1 - rate)), n)
-        torch.testing.assert_close(backward[~perturbed], torch.ones_like(backward[~perturbed]))
-        if step:
-            alpha, beta = forward[perturbed, 0], backward[perturbed, 0]
-            assert within(alpha.mean(), 0.0, math.sqrt(1 / 3), len(alpha))
-            assert within(beta.mean(), 0.5, math.sqrt(1 / 12), len(beta))
-            assert (alpha.min() < -0.9) & (beta.min() > 0.0) & (beta.max() > 0.9)
-    assert graphs() <= 2
+def test_the_rate_of_shake_drop_may_change_between_forward_and_backward() -> None:
+    """For ones, the output is the forward and the gradient the backward factor; `test_conformance.py` has the rates."""
+    model, drop = hooked(ShakeDrop(0.5), LinearSchedule(10))
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    drop.seek(4)
+    y = fast(x := torch.ones(20_000, 2, requires_grad=True))
+    drop.seek(10)
+    forward, backward = ((t * (1 - 0.2)).detach() for t in (y, *torch.autograd.grad(y.sum(), x)))
+    kept = (forward[:, 0] - 1.0).abs() < 1e-6
+    assert torch.equal(forward[:, 0], forward[:, 1])
+    assert within((~kept).double().mean(), 0.2, 0.4, len(kept))
+    torch.testing.assert_close(backward[kept], torch.ones_like(backward[kept]))
 
 
-@pytest.mark.parametrize("regularizer", [DSU(1.0), MixStyle(1.0, alpha=5.0)], ids=repr)
-def test_batches_are_mixed_at_the_rate_of_the_schedule(regularizer: Regularizer) -> None:
-    """The rate is right within 4 standard errors, and other batches are unchanged. One graph above rate 0."""
-    model, drop = hooked(regularizer, LinearSchedule(10))
-    fast, x = torch.compile(model, backend="aot_eager", fullgraph=True), styled()
-    for step in (3, 7):
-        drop.seek(step)
-        changed = sum(not torch.equal(fast(x), x) for _ in range(400))
-        assert abs(changed / 400 - step / 10) < 4 * math.sqrt(0.21 / 400)
-    assert graphs() == 1
-
-
-@pytest.mark.parametrize("shape", [(8, 12), (8, 12, 5, 5), (4, 12, 3, 3, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(12,), (12, 5, 5), (12, 3, 3, 3)], ids=str)
 def test_compiled_masksembles_equals_eager(shape: tuple[int, ...]) -> None:
-    """Also after another compilation in a copy."""
-    model, _ = hooked(Masksembles(n=4))
-    x = torch.randn(shape, requires_grad=True)
-    results = []
-    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True), copy.deepcopy(model)):
-        y = call(x)
-        results.append([y, *torch.autograd.grad(y.square().sum(), x)])
-    assert not torch.equal(results[0][0], x)
-    assert all_equal(results[0], results[2])
-    for found, expected in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(found, expected)
-    assert graphs() == 1
-
-
-def test_compiled_masksembles_with_other_batch_sizes() -> None:
-    """Two graphs: the first size and all others. In eval mode, the result is the input."""
+    """Two graphs: the first batch size and all others. In eval mode, the result is the input."""
     model, _ = hooked(Masksembles(n=4))
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for size in (8, 12, 16, 32):
-        x = torch.randn(size, 12, 3, 3)
-        torch.testing.assert_close(fast(x), model(x))
+    for size in (8, 12, 32):
+        results = []
+        x = torch.randn(size, *shape, requires_grad=True)
+        for call in (model, fast, copy.deepcopy(model)):
+            y = call(x)
+            results.append([y, *torch.autograd.grad(y.square().sum(), x)])
+        assert not torch.equal(results[0][0], x)
+        torch.testing.assert_close(results[1:], [results[0]] * 2)
     assert graphs() == 2
     model.eval()
     assert torch.equal(fast(x), x)

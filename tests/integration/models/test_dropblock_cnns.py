@@ -42,11 +42,6 @@ def mobilenet_v2(b: Any, x: Tensor, drop: Drop) -> Tensor:
     return conv_norm(b.conv, x, drop) + skip
 
 
-def torchvision_regnet(b: Any, x: Tensor, drop: Drop) -> Tensor:
-    skip = drop(x) if b.proj is None else drop(b.proj(x))
-    return F.relu(skip + conv_norm(b.f, x, drop))
-
-
 def pre_activation(b: Any, x: Tensor, drop: Drop) -> Tensor:
     skip = drop(x) if b.downsample is None else None
     x = b.norm1(x)
@@ -54,40 +49,12 @@ def pre_activation(b: Any, x: Tensor, drop: Drop) -> Tensor:
     return drop(b.conv2(drop(b.norm2(b.conv1(x))))) + skip
 
 
-def transformers_resnet(b: Any, x: Tensor, drop: Drop) -> Tensor:
-    skip = x
-    for part in b.layer:
-        x = part.activation(drop(part.normalization(part.convolution(x))))
-    return F.relu(x + drop(b.shortcut(skip)))
-
-
-class Logits(nn.Module):
-    """ResNet of transformers, which returns a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        transformers = pytest.importorskip("transformers")
-        sizes = {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 2], "layer_type": "basic"}
-        self.model = transformers.ResNetModel(transformers.ResNetConfig(**sizes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x).last_hidden_state
-
-
 CNNS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], str, str]] = {
     "MobileNetV2 of torchvision": (
         from_torchvision("mobilenet_v2", num_classes=5), mobilenet_v2, r"features\.([7-9]|1[0-3])", r"features\.1[4-7]",
     ),
-    "RegNet of torchvision": (
-        from_torchvision("regnet_x_400mf", num_classes=5), torchvision_regnet,
-        r"trunk_output\.block3\.[^.]*", r"trunk_output\.block4\.[^.]*",
-    ),
     "ResNetV2 of timm": (
         from_timm("resnetv2_18", num_classes=5), pre_activation, r"stages\.2\.blocks\.\d", r"stages\.3\.blocks\.\d",
-    ),
-    "ResNet of transformers": (
-        Logits, transformers_resnet,
-        r"model\.encoder\.stages\.2\.layers\.\d", r"model\.encoder\.stages\.3\.layers\.\d",
     ),
 }  # fmt: skip
 """A model, its written-out block, and the names of the blocks of its last two stages."""
@@ -123,74 +90,46 @@ def test_stages_of_a_dilated_network_end_where_the_dilation_changes() -> None:
     assert {name for name, p in rates.items() if p == 0.05} == {f"backbone.{i}" for i in range(7, 13)}
 
 
-@pytest.mark.parametrize("name", ["skresnet18", "rexnet_100"])
-def test_gates_and_skips_have_no_other_site(name: str) -> None:
+def test_gates_and_skips_have_no_other_site() -> None:
     """The sites are the norms of the last stages' blocks, without those of gates, and one for each skip."""
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model = timm.create_model("skresnet18")
     for site in plan(model, dropblock_resnet()).sites:
         assert not re.search(r"\.(se|attn)\.", site.name)
         if site.at == "output" and "downsample" not in site.name and not isinstance(site.module, nn.Identity):
             assert "norm" in type(site.module).__name__.lower()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_cnn_of_transformers_trains_and_is_restored() -> None:
-    """The checks of `benchmarks/zoo.py`: eval output, measured rate, gradients, and removal, bit for bit."""
-    from models.catalog import Example
-    from models.check import Check
-
-    transformers = pytest.importorskip("transformers")
-    sizes = {"embedding_size": 32, "hidden_sizes": [128, 128, 256, 256], "depths": [1, 1, 2, 2]}
-    model, x = transformers.BitModel(transformers.BitConfig(**sizes)), torch.randn(2, 3, 64, 64)
-    record = Check(model, Example((x,), (x,)), recipe=dropblock_resnet(p=0.1, block_size=3)).run()
-    assert record["status"] == "passed", record
-    assert record["sites"] == {"DropBlock": 16}
-
-
 class TestOtherModelsRaise:
-    @pytest.mark.parametrize("name", ["convnext_tiny", "vgg11_bn"])
-    def test_model_without_blocks_raises(self, name: str) -> None:
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        with pytest.raises(LayerError, match="found no matching layer"):
-            inject(model, dropblock_resnet())
-
     @pytest.mark.parametrize(
-        ("name", "other"),
+        ("name", "words"),
         [
-            ("mobilevit_xxs", "stages.3.1"),
-            ("coatnet_nano_rw_224", "stages.2.blocks.0"),
+            ("convnext_tiny", "found no matching layer"),
+            ("mobilevit_xxs", r"recognizes only some blocks(.|\n)*stages\.3\.1"),
         ],
     )
-    def test_model_with_other_blocks_in_these_stages_raises(self, name: str, other: str) -> None:
+    def test_model_without_blocks_or_with_others_in_these_stages_raises(self, name: str, words: str) -> None:
         """Only a part of the last stages would be regularized."""
         with torch.device("meta"):
             model = timm.create_model(name)
-        with pytest.raises(LayerError, match="recognizes only some blocks") as excinfo:
+        with pytest.raises(LayerError, match=words):
             inject(model, dropblock_resnet())
-        assert other in str(excinfo.value)
 
-    @pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)])
-    def test_model_without_convolutions_raises(self, model: nn.Module) -> None:
+    def test_model_without_convolutions_raises(self) -> None:
         with pytest.raises(LayerError):
-            inject(model, dropblock_resnet(), example_input=torch.zeros(2, 2))
+            inject(nn.Linear(2, 2), dropblock_resnet(), example_input=torch.zeros(2, 2))
 
-    @pytest.mark.parametrize("name", ["", "backbone"])
-    def test_traced_model_raises(self, name: str) -> None:
+    def test_traced_model_raises(self) -> None:
         """Tracing removes the blocks, so no module takes the tensor of an identity skip."""
-        traced = torch.fx.symbolic_trace(torchvision.models.resnet18())
-        model = nn.Sequential(traced) if name else traced
+        model = nn.Sequential(torch.fx.symbolic_trace(torchvision.models.resnet18()))
         with pytest.raises(InjectionError, match="inject before torch.fx traces the model"):
             inject(model, dropblock_resnet())
 
 
 RESNETS = {
-    "torchvision, basic blocks": from_torchvision("resnet18", num_classes=5),
     "torchvision, bottlenecks": lambda: torchvision.models.ResNet(
         torchvision.models.resnet.Bottleneck, [1, 1, 2, 2], num_classes=5, width_per_group=16
     ),
-    "timm, basic blocks": from_timm("resnet18", num_classes=5, **SMALL),
     "timm, a deep stem and pooled projections": from_timm("resnet26d", num_classes=5, **SMALL),
 }
 
@@ -253,7 +192,7 @@ class with_timms_module(timm_dropblock):
 class TestTimmsDropBlock:
     """`drop_block_rate=` of timm, with timm's module, under the same seed."""
 
-    @pytest.mark.parametrize("name", ["resnet18", "skresnet18", "gcresnext26ts"])
+    @pytest.mark.parametrize("name", ["skresnet18", "gcresnext26ts"])
     def test_outputs_and_gradients_match_timm(self, name: str) -> None:
         torch.manual_seed(0)
         native = randomize_norms(timm.create_model(name, drop_block_rate=0.3, num_classes=5))

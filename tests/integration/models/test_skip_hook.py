@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import InjectionError, find, functional, inject
 from hookdrop.recipes import dropblock_resnet
 from hookdrop.recipes.base import RecipeSite
 from tests.support.compiling import fresh_compiler as fresh_compiler
+from tests.support.models import toy
 from tests.support.tensors import all_equal
 from tests.support.training import train_step
 
@@ -29,28 +33,12 @@ def branch_of(block: Any, x: Tensor) -> Tensor:
     return block.bn2(block.conv2(F.relu(block.bn1(block.conv1(x)))))
 
 
-class KeywordBlock(nn.Module):
-    """A basic block that calls its first convolution by keyword."""
-
-    def __init__(self, block: Any) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        b = self.block
-        return F.relu(b.bn2(b.conv2(F.relu(b.bn1(b.conv1(input=x))))) + x)
-
-
-class CheckpointedBlock(nn.Module):
-    """A basic block with its branch and the addition inside a checkpoint, as in mmdetection."""
-
-    def __init__(self, block: Any, reentrant: bool) -> None:
-        super().__init__()
-        self.block, self.reentrant = block, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = lambda x: branch_of(self.block, x) + x  # noqa: E731
-        return F.relu(torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=self.reentrant))
+def rewritten(block: nn.Module, forward: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A block with another forward and the hooks of `block`, which it takes over."""
+    other = toy(lambda self, x: forward(x), block=block)
+    for name in [name for name in vars(block) if name.startswith("_forward_")]:
+        setattr(other, name, getattr(block, name))
+    return other
 
 
 @pytest.fixture
@@ -75,32 +63,26 @@ class skips_only(dropblock_resnet):
         return [site for site in super().sites(model, survey) if site.at == "skip"]
 
 
-def only_skips(model: nn.Module, p: float = 0.5) -> None:
-    """Apply the recipe only to the skips."""
+def hooked(model: Any, p: float = 0.5) -> Any:
+    """Apply the recipe only to the skips, and return the last block."""
     inject(model, skips_only(p=p, block_size=2), name="dropblock_resnet")
+    return model.layer4[1]
 
 
-def test_only_the_skip_is_dropped(model: Any, x: Tensor) -> None:
-    only_skips(model, p=1.0)
-    block = model.layer4[1]
-    assert torch.equal(block(x), F.relu(branch_of(block, x)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_skip_is_exact_in_every_dtype(model: Any, x: Tensor, dtype: torch.dtype) -> None:
-    model = model.to(dtype)
+@pytest.mark.parametrize(("p", "dtype"), [(1.0, torch.float32), (0.5, torch.float32), (0.5, torch.bfloat16)])
+def test_skip_is_exact_in_every_dtype(model: Any, x: Tensor, p: float, dtype: torch.dtype) -> None:
+    model, x = model.to(dtype), x.to(dtype)
     twin = copy.deepcopy(model.layer4[1])
-    only_skips(model)
-    x = x.to(dtype)
+    block = hooked(model, p)
     torch.manual_seed(1)
-    out = model.layer4[1](x)
+    out = block(x)
     torch.manual_seed(1)
-    dropped = functional.drop_block(x, 0.5, 2)
+    dropped = functional.drop_block(x, p, 2)
     assert torch.equal(out, F.relu(branch_of(twin, x) + dropped))
 
 
 def test_hooks_hold_no_tensor_after_a_forward(model: Any, images: Tensor) -> None:
-    only_skips(model)
+    hooked(model)
     model(images).sum().backward()
     hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
     assert hooks
@@ -108,22 +90,22 @@ def test_hooks_hold_no_tensor_after_a_forward(model: Any, images: Tensor) -> Non
 
 
 def test_copies_and_pickles_keep_the_skip(model: Any, images: Tensor) -> None:
-    only_skips(model)
+    hooked(model)
     expected = train_step(copy.deepcopy(model), images)[0]
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(train_step(twin, images)[0], expected)
-        assert find(twin)["dropblock_resnet"].remove() is None
+        find(twin).remove()
         assert not any(module._forward_pre_hooks for module in twin.modules())
 
 
 def test_activation_checkpointing_replays_the_skip(model: Any, images: Tensor) -> None:
-    only_skips(model)
+    hooked(model)
     twin = copy.deepcopy(model)
 
     def checkpointed(x: Tensor) -> Tensor:
-        x = twin.layer1(twin.maxpool(twin.act1(twin.bn1(twin.conv1(x)))))
-        x = torch.utils.checkpoint.checkpoint(twin.layer3, twin.layer2(x), use_reentrant=False)
-        x = torch.utils.checkpoint.checkpoint(twin.layer4, x, use_reentrant=False)
+        x = twin.layer2(twin.layer1(twin.maxpool(twin.act1(twin.bn1(twin.conv1(x))))))
+        for layer in (twin.layer3, twin.layer4):
+            x = checkpoint(layer, x, use_reentrant=False)
         return twin.fc(twin.global_pool(x))
 
     ours, theirs = train_step(twin, images, checkpointed), train_step(model, images)
@@ -132,64 +114,49 @@ def test_activation_checkpointing_replays_the_skip(model: Any, images: Tensor) -
 
 
 def test_skip_compiles_into_one_graph(model: Any, x: Tensor) -> None:
-    block = model.layer4[1]
-    only_skips(model, p=1.0)
+    block = hooked(model, p=1.0)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), F.relu(branch_of(block, x)))
 
 
 def test_replaced_first_layer_of_the_branch_raises(model: Any, images: Tensor) -> None:
-    only_skips(model)
-    model.layer4[1].conv1 = nn.Conv2d(16, 16, 3, padding=1)
+    hooked(model).conv1 = nn.Conv2d(16, 16, 3, padding=1)
     with pytest.raises(InjectionError):
         model(images)
 
 
 def test_nested_calls_of_a_block_restore_their_own_input(model: Any, x: Tensor) -> None:
     """A block that runs inside itself: the input is stored with the tensor, not with the hook."""
-    only_skips(model, p=1.0)
-    block = model.layer4[1]
-    y = torch.rand_like(x)
+    block = hooked(model, p=1.0)
     alone = block(x)
     inner: list[Tensor] = []
 
     def once_more(*_: Any) -> None:
         if not inner:
-            inner.append(y)
-            block(y)
+            inner.append(torch.rand_like(x))
+            block(inner[0])
 
-    handle = block.bn1.register_forward_hook(once_more)
+    block.bn1.register_forward_hook(once_more)
     assert torch.equal(block(x), alone)
     assert inner
-    handle.remove()
 
 
 def test_branch_called_by_keyword_receives_the_original_input(model: Any, x: Tensor) -> None:
-    only_skips(model, p=1.0)
-    block = model.layer4[1]
+    block = hooked(model, p=1.0)
     expected = block(x)
-    by_keyword = KeywordBlock(block)
-    move_hooks(block, by_keyword)
-    assert torch.equal(by_keyword(x), expected)
-
-
-def move_hooks(block: nn.Module, other: nn.Module) -> None:
-    for name in [name for name in vars(block) if name.startswith("_forward_")]:
-        setattr(other, name, getattr(block, name))
+    by_keyword = lambda x: F.relu(block.bn2(block.conv2(F.relu(block.bn1(block.conv1(input=x))))) + x)  # noqa: E731
+    assert torch.equal(rewritten(block, by_keyword)(x), expected)
 
 
 @pytest.mark.parametrize("compiled", ["conv1", "forward", "block"])
 @pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
 def test_skip_is_correct_if_only_one_part_is_compiled(model: Any, x: Tensor, compiled: str) -> None:
-    only_skips(model, p=1.0)
-    block = model.layer4[1]
+    block = hooked(model, p=1.0)
     expected = block(x)
-    if compiled == "conv1":
-        block.conv1.compile(backend="eager")
-    elif compiled == "forward":
+    if compiled == "forward":
         block.forward = torch.compile(block.forward, backend="eager")
     else:
-        block.compile(backend="eager")
+        {"conv1": block.conv1, "block": block}[compiled].compile(backend="eager")
     for _ in range(2):
         torch.testing.assert_close(block(x), expected)
 
@@ -197,26 +164,23 @@ def test_skip_is_correct_if_only_one_part_is_compiled(model: Any, x: Tensor, com
 @pytest.mark.parametrize("other", ["a user hook", "an injection at the block's input", "the block itself"])
 def test_modified_input_before_the_branch_raises(model: Any, x: Tensor, other: str) -> None:
     """Otherwise the branch would silently receive D(x)."""
-    only_skips(model)
-    block = model.layer4[1]
-    if other == "a user hook":
-        block.register_forward_pre_hook(lambda module, args: (args[0].clone(),))
-    elif other == "an injection at the block's input":
+    block = hooked(model)
+    if other == "an injection at the block's input":
         inject(model, hookdrop.Dropout(0.1), layers="layer4.1", at="input", on_existing="stack")
     else:
-        block.conv1.register_forward_pre_hook(lambda module, args: (args[0].clone(),), prepend=True)
+        module = block if other == "a user hook" else block.conv1
+        module.register_forward_pre_hook(lambda module, args: (args[0].clone(),), prepend=module is block.conv1)
     with pytest.raises(InjectionError):
         block(x)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint_inside_the_block(model: Any, x: Tensor, reentrant: bool) -> None:
-    """Non-reentrant: the gradients are correct. Reentrant: the input of the branch is lost, which raises."""
-    only_skips(model)
-    twin = copy.deepcopy(model)
-    block, plain = CheckpointedBlock(model.layer4[1], reentrant), twin.layer4[1]
-    move_hooks(model.layer4[1], block)
-    x.requires_grad_()
+    """As in mmdetection. Non-reentrant: the gradients are correct. Reentrant: the input of the branch is lost."""
+    inner, x = hooked(model), x.requires_grad_()
+    plain = copy.deepcopy(model).layer4[1]
+    addition = partial(checkpoint, lambda x: branch_of(inner, x) + x, use_reentrant=reentrant)
+    block = rewritten(inner, lambda x: F.relu(addition(x)))
     torch.manual_seed(2)
     expected = torch.autograd.grad(plain(x).sum(), [x, plain.conv1.weight])
     torch.manual_seed(2)
@@ -225,36 +189,35 @@ def test_checkpoint_inside_the_block(model: Any, x: Tensor, reentrant: bool) -> 
         with pytest.raises(InjectionError, match="a checkpoint inside the block"):
             out.sum().backward()
     else:
-        assert all_equal(list(torch.autograd.grad(out.sum(), [x, block.block.conv1.weight])), list(expected))
+        assert all_equal(list(torch.autograd.grad(out.sum(), [x, inner.conv1.weight])), list(expected))
+
+
+def skip_tensor(block: nn.Module, x: Tensor) -> Tensor:
+    """D(x), which the first pre-hook of the block returns."""
+    hook = next(iter(block._forward_pre_hooks.values()))
+    return hook.apply(x, hook.train_rate)
 
 
 def test_frozen_block_keeps_its_own_input(model: Any, x: Tensor) -> None:
     """Even if the previous block returned its own skip tensor."""
-    only_skips(model)
-    first, second = model.layer3[1], model.layer4[1].eval()
-    hook = next(iter(first._forward_pre_hooks.values()))
-    skip_tensor = hook.apply(x, hook.train_rate)
-    assert skip_tensor is not x
-    seen: list[Tensor] = []
+    second, seen = hooked(model).eval(), []
+    dropped = skip_tensor(model.layer3[1], x)
+    assert dropped is not x
     second.conv1.register_forward_hook(lambda module, args, output: seen.append(args[0]))
-    second(skip_tensor)
-    assert seen[0] is skip_tensor
+    second(dropped)
+    assert seen[0] is dropped
 
 
 def test_copies_and_pickles_of_the_skip_tensor_exclude_the_input(model: Any, x: Tensor) -> None:
-    only_skips(model)
-    hook = next(iter(model.layer4[1]._forward_pre_hooks.values()))
-    skip_tensor = hook.apply(x, hook.train_rate)
-    saved = io.BytesIO()
-    torch.save(skip_tensor, saved)
+    dropped = skip_tensor(hooked(model), x)
+    torch.save(dropped, saved := io.BytesIO())
     assert saved.tell() < 2 * x.numel() * 4
-    assert copy.deepcopy(skip_tensor)._hookdrop_skipped is None
+    assert copy.deepcopy(dropped)._hookdrop_skipped is None
 
 
 def test_chain_of_in_place_blocks_keeps_only_one_input(model: Any, x: Tensor) -> None:
-    only_skips(model)
-    hooks = [next(iter(model.get_submodule(name)._forward_pre_hooks.values())) for name in ("layer3.1", "layer4.1")]
-    middle = hooks[0].apply(x, hooks[0].train_rate)
-    last = hooks[1].apply(middle, hooks[1].train_rate)
+    block = hooked(model)
+    middle = skip_tensor(model.layer3[1], x)
+    last = skip_tensor(block, middle)
     assert last._hookdrop_skipped.x is middle
     assert not hasattr(middle, "_hookdrop_skipped")

@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from timm.layers import DropPath as TimmDropPath
 from torch import Tensor, nn
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.ops import StochasticDepth
 
-from hookdrop import InjectionError, LayerError, ShakeDrop, inject, plan
+from hookdrop import InjectionError, LayerError, inject, plan
 from hookdrop.recipes import stochastic_depth
 from tests.support.models import randomize_norms
 from tests.support.tensors import all_equal
@@ -85,33 +84,6 @@ def test_outputs_and_gradients_match_torchvisions_stochastic_depth_prob(make: Ca
     assert_same_training_step(make(P), make(0.0), torch.randn(4, 3, 56, 56), own, "depth_from_zero")
 
 
-def test_shake_drop_at_the_rates_of_its_paper() -> None:
-    """P l / L for block l of L."""
-    model, x = torchvision.models.resnet18(num_classes=5), torch.randn(6, 3, 32, 32)
-    sites = plan(model, stochastic_depth(p=0.5), p_scale="depth", example_input=x).sites
-    drop = inject(model, {site.name: ShakeDrop(site.p) for site in sites})
-    assert [(site.name, site.p) for site in drop.sites][::3] == [
-        ("layer1.0.bn2", 0.0625),
-        ("layer2.1.bn2", 0.25),
-        ("layer4.0.bn2", 0.4375),
-    ]
-    assert not all_equal(train_step(model, x), train_step(model, x))
-    assert drop.probe(x).eval_identical
-
-
-def test_torchvision_resnet_without_its_branches_computes_its_skips() -> None:
-    model = torchvision.models.ResNet(torchvision.models.resnet.Bottleneck, [2, 2, 1, 1], num_classes=5).train()
-    inject(model, stochastic_depth(p=1.0), p_scale="equal", example_input=torch.rand(2, 3, 64, 64))
-    x = torch.rand(2, 64, 16, 16)
-    for block in (*model.layer1, *model.layer2):
-        expected = x
-        if block.downsample:
-            norm = block.downsample[1]
-            expected = F.relu(F.batch_norm(block.downsample[0](x), None, None, norm.weight, norm.bias, training=True))
-        x = block(x)
-        torch.testing.assert_close(x, expected)
-
-
 class TestFamiliesOfTransformers:
     """One family for each structure; `benchmarks/transformers_zoo.py` checks all families in the same way."""
 
@@ -121,8 +93,10 @@ class TestFamiliesOfTransformers:
     }  # fmt: skip
 
     MISREAD: ClassVar[dict[str, dict[str, str]]] = {
-        "layer_drop": dict.fromkeys(["conditional_detr", "levit"], "passed"),
-        "patch_dropout": {"idefics3_vision": "passed"}
+        "head_dropout": dict.fromkeys(["bart", "diffllama", "fsmt", "llama"], "passed"),
+        "layer_drop": dict.fromkeys(["conditional_detr", "levit", "t5"], "passed"),
+        "neftune": {"t5": "passed"},
+        "patch_dropout": dict.fromkeys(["deit", "idefics3_vision"], "passed")
         | dict.fromkeys(["pvt", "siglip2_vision_model", "timesformer", "vilt", "yolos"], "refused"),
     }
 
@@ -159,60 +133,26 @@ class TestFamiliesOfTransformers:
         assert self.check(name)["status"] == "refused"
 
 
-class TestRates:
-    def rates(self, model: nn.Module, p: float, p_scale: Any = None) -> list[float]:
-        return [site.p for site in plan(model, stochastic_depth(p), p_scale=p_scale).sites]
-
-    def test_rates_grow_from_zero_to_p_by_default(self) -> None:
-        model = timm.create_model("resnet18")
-        assert self.rates(model, 0.7) == pytest.approx([0.1 * i for i in range(8)])
-        assert self.rates(model, 0.8, "depth") == pytest.approx([0.1 * i for i in range(1, 9)])
-        assert self.rates(model, 0.8, "equal") == [0.8] * 8
-
-    def test_blocks_without_a_skip_count_toward_the_depth(self) -> None:
-        model = timm.create_model("efficientnet_lite0", drop_path_rate=0.0)
-        first = plan(model, stochastic_depth(p=0.16)).sites[0]
-        assert (first.name, first.p) == ("blocks.1.1.drop_path", pytest.approx(0.16 * 2 / 15))
+@pytest.mark.parametrize(("p_scale", "first", "last"), [(None, 0.0, 0.8), ("depth", 0.1, 0.8), ("equal", 0.8, 0.8)])
+def test_rates_grow_from_zero_to_p_by_default(p_scale: Any, first: float, last: float) -> None:
+    found = [site.p for site in plan(timm.create_model("resnet18"), stochastic_depth(0.8), p_scale=p_scale).sites]
+    assert found == pytest.approx([first + (last - first) * i / 7 for i in range(8)])
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: timm.create_model("vit_tiny_patch16_224", drop_path_rate=0.1, depth=2), "blocks.1.drop_path1"),
-        (lambda: timm.create_model("resnet26", drop_path_rate=0.1), "layer1.1.drop_path"),
-        (lambda: torchvision.models.convnext_tiny(), "features.1.1.stochastic_depth"),
-    ],
-)
-def test_model_with_stochastic_depth_raises(make: Callable[[], nn.Module], name: str) -> None:
-    with pytest.raises(InjectionError, match=rf"already has it: '{name}' is a \w+ at rate 0\."):
-        inject(make(), stochastic_depth())
+def test_blocks_without_a_skip_count_toward_the_depth() -> None:
+    model = timm.create_model("efficientnet_lite0", drop_path_rate=0.0)
+    first = plan(model, stochastic_depth(p=0.16)).sites[0]
+    assert (first.name, first.p) == ("blocks.1.1.drop_path", pytest.approx(0.16 * 2 / 15))
 
 
-class Dropped(nn.Module):
-    """A block whose branch may be dropped for each sample, by a function and an attribute of any name."""
-
-    def __init__(self, chance: float) -> None:
-        super().__init__()
-        self.chance, self.drop_path, self.linear = chance, 0.1, nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if self.training and self.chance:
-            y = y * (torch.rand(len(x), 1, 1) >= self.chance)
-        return x + y
+def test_model_with_stochastic_depth_raises() -> None:
+    with pytest.raises(InjectionError, match=r"already has it: 'layer1\.1\.drop_path' is a \w+ at rate 0\."):
+        inject(timm.create_model("resnet26", drop_path_rate=0.1), stochastic_depth())
 
 
-def test_stochastic_depth_is_known_by_what_it_does() -> None:
-    x = torch.randn(2, 3, 8)
-    with pytest.raises(InjectionError, match=r"already has it: '0' is a Dropped at rate 0\.3"):
-        plan(nn.Sequential(Dropped(0.3), Dropped(0.3)), stochastic_depth(), example_input=x)
-    assert len(plan(nn.Sequential(Dropped(0.0), Dropped(0.0)), stochastic_depth(), example_input=x).sites) == 2
-
-
-@pytest.mark.parametrize("name", ["vgg11", "mobilenetv1_100"])
-def test_model_without_residual_branches_raises(name: str) -> None:
+def test_model_without_residual_branches_raises() -> None:
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model = timm.create_model("mobilenetv1_100")
     with pytest.raises(LayerError, match="found no residual branch"):
         inject(model, stochastic_depth(), example_input=torch.zeros(2, 3, 224, 224, device="meta"))
 
@@ -240,10 +180,10 @@ def test_cross_attention_is_a_branch() -> None:
 # --- on a subset of the batch
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch14_dinov2"])
-def test_subset_hooks_whole_branches(name: str) -> None:
+def test_subset_hooks_whole_branches() -> None:
     """Before a layer scale, because a branch runs on the samples that are kept."""
-    model, x = timm.create_model(name, depth=2, img_size=28, patch_size=14), torch.randn(2, 3, 28, 28)
+    model = timm.create_model("vit_small_patch14_dinov2", depth=2, img_size=28, patch_size=14)
+    x = torch.randn(2, 3, 28, 28)
     drop = inject(model, stochastic_depth(1.0, mode="subset"), p_scale="equal", example_input=x)
     assert [site.name for site in drop.sites] == [f"blocks.{i}.{branch}" for i in (0, 1) for branch in ("attn", "mlp")]
     model(x).sum().backward()
@@ -254,9 +194,8 @@ def test_subset_hooks_whole_branches(name: str) -> None:
     [
         lambda: timm.create_model("swin_tiny_patch4_window7_224", drop_path_rate=0.0, depths=(1, 1, 1, 1)),
         lambda: timm.create_model("resnet18"),
-        lambda: timm.create_model("vit_relpos_base_patch32_plus_rpn_256", depth=1),
     ],
-    ids=["windows", "cnn", "norm after the branch"],
+    ids=["windows", "cnn"],
 )
 def test_subset_raises_if_branches_are_not_modules(make: Callable[[], nn.Module]) -> None:
     model = make()

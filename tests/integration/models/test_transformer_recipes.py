@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import DropPath, HeadDropout, InjectionError, LayerError, NEFTune, find, inject, plan
+from hookdrop import DropPath, InjectionError, LayerError, NEFTune, find, inject
 from hookdrop.recipes import head_dropout, layer_drop, neftune, patch_dropout, stochastic_depth
 from tests.support.training import train_step
-from tests.support.transformers_models import IDS, SEQ2SEQ, SIZE, TEXT, bart, bert, gpt2, llama, t5
+from tests.support.transformers_models import IDS, SIZE, llama, t5
 
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
@@ -28,20 +27,9 @@ MASK[0, 4:] = MASK[1, :2] = 0
 PIXELS = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
-def vit() -> nn.Module:
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**SIZE, **IMAGE))
-
-
 def timm_vit(img_size: int = 32, **settings: Any) -> nn.Module:
     sizes = {"depth": 2, "embed_dim": 24, "num_classes": 5, "img_size": img_size}
     return timm.create_model("vit_tiny_patch16_224", **(sizes | settings))
-
-
-def run(model: nn.Module, **kwargs: Any) -> Any:
-    if "pixel_values" in kwargs or not hasattr(model, "config"):
-        return model(**kwargs) if kwargs else model(PIXELS)
-    labels = {"labels": IDS} if "Conditional" in type(model).__name__ or "Causal" in type(model).__name__ else {}
-    return model(input_ids=IDS, attention_mask=MASK, **labels, **kwargs)
 
 
 class TestNEFTune:
@@ -61,25 +49,6 @@ class TestNEFTune:
             torch.manual_seed(seed)
             assert torch.equal(ours(IDS), wanted)
 
-    @pytest.mark.parametrize(
-        ("make", "site"),
-        [
-            (llama, "model.embed_tokens"),
-            (gpt2, "transformer.wte"),
-            (bert, "bert.embeddings.word_embeddings"),
-            (bart, "model.encoder.embed_tokens"),
-            (t5, "encoder.embed_tokens"),
-        ],
-    )
-    def test_spares_the_padding_in_the_embedding_that_runs(self, make: Callable[[], nn.Module], site: str) -> None:
-        model = make()
-        drop = inject(model, neftune(attention_mask=True))
-        with drop.recording(last=9) as recording:
-            run(model)
-        assert [s.name for s in drop.sites] == [site]
-        first = recording.calls(site)[0]
-        assert torch.equal((first.before != first.after).any(-1), MASK == 1)
-
     def test_an_encoder_and_a_decoder_that_share_the_embedding_use_their_own_masks(self) -> None:
         model = t5()
         model.encoder.embed_tokens = model.decoder.embed_tokens = model.shared
@@ -98,114 +67,25 @@ class TestNEFTune:
         with pytest.raises(InjectionError, match="own NEFTune is already active at 'model.embed_tokens'"):
             inject(model, neftune())
 
-    @pytest.mark.parametrize("make", [vit, lambda: timm.create_model("resnet10t")])
-    def test_a_model_without_a_token_embedding_raises(self, make: Callable[[], nn.Module]) -> None:
+    def test_a_model_without_a_token_embedding_raises(self) -> None:
         with pytest.raises(LayerError, match=r"looks up the tokens(.|\n)*name the embedding"):
-            inject(make(), neftune(), example_input=PIXELS)
-
-    def test_generation_with_inputs_embeds_is_unchanged(self) -> None:
-        model = llama()
-        clean = model.eval()(IDS).logits
-        inject(model, neftune())
-        assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(IDS)).logits, clean)
-
-
-LAYERS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "llama": (llama, ["model.layers.0", "model.layers.1"]),
-    "gpt2": (gpt2, ["transformer.h.0", "transformer.h.1"]),
-    "bert": (bert, ["bert.encoder.layer.0", "bert.encoder.layer.1"]),
-    "t5": (t5, [f"{part}.block.{i}" for part in ("encoder", "decoder") for i in (0, 1)]),
-    "bart": (bart, [f"model.{part}.layers.{i}" for part in ("encoder", "decoder") for i in (0, 1)]),
-    "timm": (timm_vit, ["blocks.0", "blocks.1"]),
-}
+            inject(timm_vit(), neftune(), example_input=PIXELS)
 
 
 class TestLayerDrop:
-    @pytest.mark.parametrize("name", LAYERS)
-    def test_a_dropped_layer_returns_its_input(self, name: str) -> None:
-        """At a rate close to 1: the output equals that of the model whose layers are identities."""
-        make, sites = LAYERS[name]
-        model = make()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        drop = inject(model, layer_drop(p=0.5))
-        assert [site.name for site in drop.sites] == sites
-        drop.target_p = 1 - 1e-7
-        with drop.recording() as recording:
-            y = run(model)
-        assert all(recording[site].dropped == 1.0 for site in sites)
-        first = y if isinstance(y, torch.Tensor) else y.logits
-        first.sum().backward()
-        inner = [p.grad for site in sites for p in model.get_submodule(site).parameters()]
-        assert all(grad is not None and not grad.any() for grad in inner)
-
-    def test_checkpointed_layers_are_recomputed_as_they_were_dropped(self) -> None:
-        gradients = []
-        for checkpointing in (False, True):
-            torch.manual_seed(0)
-            model = llama().train()
-            if checkpointing:
-                model.gradient_checkpointing_enable()
-            inject(model, layer_drop(p=0.5))
-            for seed in range(4):
-                torch.manual_seed(seed)
-                run(model).loss.backward()
-            gradients.append([p.grad for p in model.parameters()])
-        assert all(map(torch.equal, *gradients))
-
-    def test_a_kv_cache_in_training_raises_and_generation_works(self) -> None:
-        model = llama(use_cache=True).train()
-        inject(model, layer_drop(p=0.5))
-        with pytest.raises(InjectionError, match=r"KV cache(.|\n)*model.config.use_cache = False"):
-            model(IDS)
-        model.eval().generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
-
-    def test_a_kv_cache_of_a_decoder_names_its_config(self) -> None:
-        model = t5().train()
-        model.decoder.config.use_cache = True
-        inject(model, layer_drop(p=0.5))
-        with pytest.raises(InjectionError, match=r"\n  model.decoder.config.use_cache = False"):
-            model(IDS, decoder_input_ids=IDS, use_cache=True)
+    def test_a_kv_cache_in_training_raises_with_its_config_and_generation_works(self) -> None:
+        models = {"model.config": llama(use_cache=True), "model.decoder.config": t5()}
+        models["model.decoder.config"].decoder.config.use_cache = True
+        for config, model in models.items():
+            inject(model.train(), layer_drop(p=0.5))
+            inputs = {"decoder_input_ids": IDS, "use_cache": True} if "decoder" in config else {}
+            with pytest.raises(InjectionError, match=rf"KV cache(.|\n)*\n  {config}.use_cache = False"):
+                model(IDS, **inputs)
+        models["model.config"].eval().generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
     def test_a_residual_cnn_raises(self) -> None:
         with pytest.raises(LayerError, match=r"could be skipped(.|\n)*stochastic_depth"):
             inject(timm.create_model("resnet10t"), layer_drop())
-
-
-def example(model: nn.Module) -> Any:
-    """An input of the model."""
-    if not hasattr(model, "config"):
-        return PIXELS
-    if hasattr(model.config, "patch_size"):
-        return {"pixel_values": PIXELS}
-    inputs = {"input_ids": IDS, "attention_mask": MASK}
-    return inputs | ({"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {})
-
-
-def value_weight(attention: nn.Module) -> torch.Tensor:
-    """The rows of the value projection, for each head of the output."""
-    for name in ("v_proj", "v", "value", "self.value"):
-        if name in dict(attention.named_modules()):
-            return attention.get_submodule(name).weight
-    return attention.qkv.weight[-attention.qkv.weight.shape[0] // 3 :]
-
-
-def diffllama() -> nn.Module:
-    return transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SIZE, **TEXT, num_key_value_heads=4))
-
-
-def fsmt() -> nn.Module:
-    languages = {"langs": ["en", "de"], "src_vocab_size": 99, "tgt_vocab_size": 99}
-    return transformers.FSMTForConditionalGeneration(transformers.FSMTConfig(**SEQ2SEQ, **languages, use_cache=False))
-
-
-def torchvision_vit() -> nn.Module:
-    return torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64)
-
-
-def torchvision_swin() -> nn.Module:
-    return torchvision.models.SwinTransformer([4, 4], 12, [2, 2], [2, 2], [4, 4])
 
 
 def swin() -> nn.Module:
@@ -217,65 +97,31 @@ def nest() -> nn.Module:
     return timm.create_model("nest_tiny", img_size=32, num_classes=5)
 
 
-# The model, one of its attentions, the projection in it, its heads, and the axis with the samples.
-HEADS: dict[str, tuple[Callable[[], nn.Module], str, str, int, int]] = {
-    "llama": (llama, "model.layers.1.self_attn", "o_proj", 4, 0),
-    "bart": (bart, "model.decoder.layers.1.encoder_attn", "out_proj", 4, 0),
-    "t5": (t5, "encoder.block.1.layer.0.SelfAttention", "o", 4, 0),
-    "bert": (bert, "bert.encoder.layer.1.attention", "output.dense", 4, 0),
-    "vit": (vit, "vit.layers.1.attention", "o_proj", 4, 0),
-    "timm vit": (timm_vit, "blocks.1.attn", "proj", 3, 0),
-    "swin": (swin, "layers.0.blocks.1.attn", "proj", 3, 0),
-    "nest": (nest, "levels.1.transformer_encoder.1.attn", "proj", 6, 0),
-    "fsmt": (fsmt, "model.decoder.layers.1.self_attn", "out_proj", 4, 1),
-    "diffllama": (diffllama, "model.layers.1.self_attn", "o_proj", 2, 0),
-}
+@pytest.mark.parametrize(
+    ("recipe", "make", "size"),
+    [
+        ("head_dropout", timm_vit, 32),
+        ("head_dropout", nest, 32),
+        ("layer_drop", timm_vit, 32),
+        ("patch_dropout", lambda: timm_vit(64, reg_tokens=4), 64),
+        ("patch_dropout", lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 32, 64), 32),
+    ],
+)
+def test_sites_in_models_of_timm_and_torchvision(recipe: str, make: Callable[[], nn.Module], size: int) -> None:
+    """The checks of `benchmarks/transformers_zoo.py`; test_stochastic_depth.py makes them with models of transformers."""
+    from families.inputs import BATCH
+    from families.layers import Run
+    from families.recipes import CASES, run_case
+
+    model = make()
+    record = run_case(CASES[recipe], model, [Run("", model, {"x": torch.randn(BATCH, 3, size, size)})])
+    assert record["status"] == "passed", record
 
 
-class TestHeadDropout:
-    @pytest.mark.parametrize("name", HEADS)
-    def test_a_head_is_what_its_values_determine(self, name: str) -> None:
-        """Without the values of one head, the projection's input is 0 exactly where HeadDropout zeroes that head."""
-        make, owner, end, heads, axis = HEADS[name]
-        model = make().eval()
-        plan_ = plan(model, head_dropout(p=0.5), example_input=example(model))
-        site = next(site for site in plan_.sites if site.name == f"{owner}.{end}")
-        drop = site.regularizer
-        assert isinstance(drop, HeadDropout)
-        assert drop.heads == heads
-        assert (drop.samples or (None, 0, False))[1] == axis
-        weight = value_weight(model.get_submodule(owner))
-        groups = 4 if name == "diffllama" else weight.shape[0] * heads // site.module.in_features
-        size = weight.shape[0] // groups
-        zeroed = [0, 2] if name == "diffllama" else [0]  # the two maps of a head
-        seen: list[torch.Tensor] = []
-        site.module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-        with torch.no_grad():
-            for layer in model.get_submodule(owner).modules():
-                if isinstance(layer, nn.Linear) and layer.bias is not None:
-                    layer.bias.zero_()
-            for head in zeroed:
-                weight[head * size : (head + 1) * size] = 0
-            inputs = example(model)
-            model(**inputs) if isinstance(inputs, dict) else model(inputs)
-        x = seen[0].unflatten(-1, (-1, heads)).mT if drop.interleaved else seen[0].unflatten(-1, (heads, -1))
-        zero = (x == 0).all(-1).flatten(0, -2).all(0)
-        per_group = 1 if name == "diffllama" else heads // groups
-        assert zero.tolist() == [True] * per_group + [False] * (heads - per_group)
-
-    @pytest.mark.parametrize(("make", "count"), [(gpt2, 2), (t5, 6)])
-    def test_every_attention_is_hooked(self, make: Callable[[], nn.Module], count: int) -> None:
-        model = make()
-        drop = inject(model, head_dropout(p=0.3), example_input=example(model))
-        assert len(drop.sites) == count
-        inputs = example(model)
-        model(**inputs)
-        assert all(site.called for site in drop.sites)
-
-    @pytest.mark.parametrize("make", [torchvision_vit, torchvision_swin])
-    def test_models_that_do_not_call_their_projection_raise(self, make: Callable[[], nn.Module]) -> None:
-        with pytest.raises(LayerError, match="it computes its projection without calling"):
-            inject(make(), head_dropout(), example_input=torch.randn(1, 3, 32, 32))
+def test_models_that_do_not_call_their_projection_raise() -> None:
+    model = torchvision.models.SwinTransformer([4, 4], 12, [2, 2], [2, 2], [4, 4])
+    with pytest.raises(LayerError, match="it computes its projection without calling"):
+        inject(model, head_dropout(), example_input=torch.randn(1, 3, 32, 32))
 
 
 class TestSamplesInWindows:
@@ -293,48 +139,22 @@ class TestSamplesInWindows:
                 assert torch.equal(kept, kept[:, :1].expand_as(kept))
 
 
-def vit_with(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    """A model of transformers on small images."""
-    config = getattr(transformers, f"{name}Config")
-    kind = f"{name}VisionModel" if name == "Siglip" else f"{name}ForImageClassification"
-    return lambda: getattr(transformers, kind)(
-        getattr(transformers, f"{name}VisionConfig" if name == "Siglip" else f"{name}Config", config)(
-            **SIZE, **IMAGE, **settings
-        )
-    )
-
-
-PATCHES: dict[str, tuple[Callable[[], nn.Module], str, int]] = {
-    "timm vit": (lambda: timm_vit(64), "pos_drop", 1),
-    "timm registers": (lambda: timm_vit(64, reg_tokens=4), "pos_drop", 5),
-    "torchvision": (torchvision_vit, "encoder.dropout", 1),
-    "DeiT": (vit_with("DeiT"), "deit.embeddings", 2),
-    "Siglip": (vit_with("Siglip"), "embeddings", 0),
-}
-
-
 class TestPatchDropout:
-    @pytest.mark.parametrize("name", PATCHES)
-    def test_half_of_the_patches_reach_the_first_block(self, name: str) -> None:
-        make, site, prefix = PATCHES[name]
-        model = make().train()
-        size = 64 if "timm" in name else 32
-        x = torch.randn(2, 3, size, size)
-        drop = inject(model, patch_dropout(p=0.5), example_input=x)
-        assert (drop.sites[0].name, drop.sites[0].regularizer) == (
-            site,
-            f"TokenDropout(p=0.5, prefix={prefix}, remove=True)",
+    @pytest.mark.parametrize("settings", [{}, {"reg_tokens": 4}])
+    def test_half_of_the_patches_reach_the_first_block(self, settings: dict[str, int]) -> None:
+        model, x, prefix = (
+            timm_vit(64, **settings).train(),
+            torch.randn(2, 3, 64, 64),
+            1 + settings.get("reg_tokens", 0),
         )
+        drop = inject(model, patch_dropout(p=0.5), example_input=x)
+        assert [site.regularizer for site in drop.sites] == [f"TokenDropout(p=0.5, prefix={prefix}, remove=True)"]
         lengths: list[int] = []
-        norms = [module for module in model.modules() if isinstance(module, nn.LayerNorm)]
-        norms[0].register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+        model.blocks[0].register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
         with drop.disabled():
             model(x)
-        y = model(x)
-        patches = lengths[0] - prefix
-        assert lengths == [patches + prefix, patches // 2 + prefix]
-        first = y if isinstance(y, torch.Tensor) else y[0]
-        first.sum().backward()
+        model(x)
+        assert lengths == [16 + prefix, 8 + prefix]
 
     def test_a_training_step_equals_that_of_timm_with_patch_drop_rate(self) -> None:
         native, clean = timm_vit(64, patch_drop_rate=0.5), timm_vit(64)
@@ -348,10 +168,9 @@ class TestPatchDropout:
         [
             (swin, "no tensor (N, L, C) of image patches"),
             (lambda: timm.create_model("eva02_tiny_patch14_224", depth=1, img_size=56), "depends on the position"),
-            (lambda: timm.create_model("vit_relpos_small_patch16_224", depth=1, img_size=32), "tokens"),
             (lambda: transformers.ViTForMaskedImageModeling(transformers.ViTConfig(**SIZE, **IMAGE)), "tokens"),
         ],
-        ids=["windows", "rope", "relative", "dense"],
+        ids=["windows", "rope", "dense"],
     )
     def test_models_whose_layers_need_all_tokens_raise_with_the_reason(
         self, make: Callable[[], nn.Module], reason: str
@@ -382,9 +201,8 @@ class TestPatchDropout:
 
 class TestSubsets:
     @pytest.mark.filterwarnings("ignore:.*also returns")
-    @pytest.mark.parametrize("make", [t5, lambda: t5("LongT5", local_radius=3)])
-    def test_no_token_sees_a_later_one_or_padding(self, make: Callable[[], nn.Module]) -> None:
-        model, later = make().train(), IDS.clone()
+    def test_no_token_sees_a_later_one_or_padding(self) -> None:
+        model, later = t5().train(), IDS.clone()
         later[:, -1] += 1
         tokens = [
             {"input_ids": IDS, "decoder_input_ids": IDS},
@@ -417,10 +235,7 @@ def test_recipes_are_part_of_a_compiled_graph() -> None:
     inject(model, neftune(attention_mask=True))
     inject(model, layer_drop(p=0.5))
     fast = torch.compile(model, backend="eager", fullgraph=True)
-    losses = []
-    for seed in range(12):
-        torch.manual_seed(seed)
-        losses.append(fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item())
+    losses = [fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item() for _ in range(12)]
     assert len(set(losses)) == 12, "each draws other noise"
     find(model)["neftune"].remove()
     losses = [fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item() for _ in range(12)]
@@ -434,25 +249,8 @@ def test_recipes_find_their_sites_under_peft() -> None:
     noise = inject(model, neftune(attention_mask=True))
     heads = inject(model, head_dropout(p=0.3), example_input={"input_ids": IDS})
     with noise.recording() as recording:
-        run(model)
+        model(input_ids=IDS, attention_mask=MASK)
     record = recording[noise.sites[0].name]
     assert torch.equal((record.before != record.after).any(-1), MASK == 1)
     assert [site.name.rpartition(".")[2] for site in heads.sites] == ["o_proj"] * 2
     assert all(site.called for site in heads.sites)
-
-
-def test_three_recipes_on_one_llama_leave_nothing_behind() -> None:
-    model = llama()
-    clean = model.eval()(IDS).logits
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
-    twin = copy.deepcopy(model)
-    for target in (model, twin):
-        inject(target, neftune(attention_mask=True))
-        inject(target, layer_drop(p=0.2))
-        inject(target, head_dropout(p=0.1))
-    assert torch.equal(model(IDS).logits, clean)
-    for target in (model, twin):
-        run(target.train()).loss.backward()
-        find(target).remove()
-        assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in target.modules()] == hooks
-        assert torch.equal(target.eval()(IDS).logits, clean)

@@ -122,14 +122,8 @@ int main(void) {
 @needs_compiler
 def test_native_code_does_not_access_memory_out_of_bounds(tmp_path: Path) -> None:
     """3,000 geometries under the address and undefined-behavior sanitizers."""
-    sanitized = [
-        "-std=gnu11",
-        "-g",
-        "-O1",
-        "-fno-strict-aliasing",
-        "-Wno-unknown-pragmas",
-        "-fsanitize=address,undefined",
-    ]
+    flags = ["-std=gnu11", "-g", "-O1", "-fno-strict-aliasing", "-Wno-unknown-pragmas"]
+    sanitized = [*flags, "-fsanitize=address,undefined"]
     (tmp_path / "nothing.c").write_text("int main(void) { return 0; }")
     if compiled(tmp_path / "nothing.c", tmp_path / "nothing", *sanitized).returncode:
         pytest.skip("the compiler has no sanitizers")

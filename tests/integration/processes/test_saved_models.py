@@ -9,17 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import DropBlock, Dropout, Injection, LinearSchedule, Masksembles, find, inject
-from tests.support.injections import half_ramped, injected
+from hookdrop import DropBlock, Dropout, LinearSchedule, Masksembles, find, inject
+from tests.support.injections import half_ramped
 from tests.support.models import Small
 from tests.support.programs import run_code
 from tests.support.ranks import run_ranks
 from tests.support.training import run
 
 FRESH = """
+import warnings
 import torch
 from hookdrop import find
 
+warnings.simplefilter("error", UserWarning)
 model = torch.load({path!r}, weights_only=False)
 (drop,) = find(model)
 assert [round(site.p, 12) for site in drop.sites] == [0.1, 0.2], drop.sites
@@ -39,18 +41,14 @@ assert [len(module._forward_hooks) for module, key in hooked] == [key + 2 for mo
 """
 
 
-def run_in_a_new_process(code: str, folder: Path) -> None:
-    (folder / "program.py").write_text(f'import warnings\nwarnings.simplefilter("error", UserWarning)\n{code}')
-    run_ranks(folder / "program.py", ranks=1)
-
-
 def test_torch_save_and_load_in_a_fresh_process(model: Small, images: torch.Tensor, tmp_path: Path) -> None:
     """Handle ids restart in a new process; later hooks must not overwrite the loaded ones."""
     half_ramped(model)
     paths = {name: str(tmp_path / name) for name in ("path", "images", "out")}
     torch.save(model, paths["path"])
     torch.save(images, paths["images"])
-    run_in_a_new_process(FRESH.format(**paths), tmp_path)
+    (tmp_path / "program.py").write_text(FRESH.format(**paths))
+    run_ranks(tmp_path / "program.py", ranks=1)
     assert torch.equal(torch.load(paths["out"]), run(model, images))
 
 
@@ -172,52 +170,3 @@ def test_spawned_processes() -> None:
     assert torch.equal(model[0].weight, weight + 1.0)
     assert (drop.step_count, drop.p) == (5, 0.2)
     assert find(model) == drop
-
-
-def train(model: nn.Module, drop: Injection, steps: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    losses = []
-    for _ in range(steps):
-        loss = model(torch.randn(4, 3, 8, 8)).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        drop.step()
-        losses.append(loss.item())
-    return losses
-
-
-RESUME = """
-import torch
-from tests.integration.processes.test_saved_models import injected, train
-saved = torch.load({path!r}, weights_only=True)
-model, drop = injected()
-model.load_state_dict(saved["model"])
-drop.load_state_dict(saved["drop"])
-torch.set_rng_state(saved["rng"])
-torch.set_num_threads(1)
-losses = []
-for _ in range(2):
-    losses += train(model, drop, 3)
-    drop.enabled = True
-torch.save((losses, model.state_dict(), drop.state_dict()), {out!r})
-"""
-
-
-def test_resumed_run_is_bit_identical(tmp_path: Path) -> None:
-    """With a changed target_p, and a disable() before the checkpoint."""
-    model, drop = injected()
-    train(model, drop, 7)
-    drop.target_p = 0.3
-    drop.enabled = False
-    path, out = tmp_path / "checkpoint.pt", tmp_path / "out.pt"
-    torch.save({"model": model.state_dict(), "drop": drop.state_dict(), "rng": torch.get_rng_state()}, path)
-    run_in_a_new_process(RESUME.format(path=str(path), out=str(out)), tmp_path)
-    losses = []
-    for _ in range(2):
-        losses += train(model, drop, 3)
-        drop.enabled = True
-    resumed, weights, state = torch.load(out, weights_only=True)
-    assert resumed == losses
-    assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
-    assert state == drop.state_dict()

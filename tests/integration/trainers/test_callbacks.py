@@ -16,3 +16,8 @@ def test_specs_that_are_malformed_or_missing_are_refused(trainer: str) -> None:
         callback({"regularizer": "Dropout(p=0.1)", "layer": "1"})
     with pytest.raises(TypeError, match="at least one spec"):
         callback()
+    spec = {"regularizer": "Dropout(p=0.1)", "layers": "1"}
+    with pytest.raises(TypeError, match=r"InjectionCallback\(\*specs\)"):
+        callback([spec, spec])
+    for specs in () if trainer == "fastai" else (spec, [spec]):
+        assert repr(callback(specs=specs)) == "<InjectionCallback: 1 spec>"

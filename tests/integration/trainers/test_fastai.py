@@ -84,22 +84,14 @@ def ramp(first: int, last: int, total: int = 0) -> Any:
 
 
 class TestSteps:
-    def test_fractions_cover_the_fit(self, learn: Learner) -> None:
-        rates = Rates()
-        learn.fit(2, cbs=[InjectionCallback(HEAD), rates])
-        assert rates.rates == ramp(0, 12)
-
-    @pytest.mark.parametrize("samples", [8, 7])
-    def test_accumulated_batches_count_once(self, samples: int, learn: Learner) -> None:
-        rates = Rates()
-        learn.fit(2, cbs=[InjectionCallback(HEAD), GradientAccumulation(samples), rates])
-        assert rates.rates[::2] == rates.rates[1::2] == ramp(0, 6)
-
-    def test_accumulation_continues_across_epochs(self, learn: Learner) -> None:
-        """6 batches are one and a half steps of 4 batches."""
-        rates = Rates()
-        learn.fit(2, cbs=[InjectionCallback(HEAD), GradientAccumulation(16), rates])
-        assert rates.rates == pytest.approx([0.4 * (batch // 4) / 3 for batch in range(12)])
+    @pytest.mark.parametrize(("samples", "batches"), [(1, 1), (8, 2), (7, 2), (16, 4)])
+    def test_fractions_cover_the_fit_and_accumulated_batches_count_once(
+        self, samples: int, batches: int, learn: Learner
+    ) -> None:
+        """Accumulation continues across epochs: 6 batches are one and a half steps of 4 batches."""
+        rates, accumulation = Rates(), [GradientAccumulation(samples)] if batches > 1 else []
+        learn.fit(2, cbs=[InjectionCallback(HEAD), *accumulation, rates])
+        assert rates.rates == pytest.approx([0.4 * (batch // batches) * batches / 12 for batch in range(12)])
 
     def test_canceled_steps_do_not_count(self, learn: Learner) -> None:
         """As MixedPrecision cancels a step whose gradients overflow."""
@@ -126,11 +118,6 @@ class TestSteps:
         learn.fit(1)
         assert rates.rates[:6] == rates.rates[6:12] == ramp(0, 6)
         assert set(rates.rates[12:]) == {None}
-
-    def test_a_compiled_model(self, learn: Learner) -> None:
-        learn.model = torch.compile(learn.model, backend="eager")
-        learn.fit(2, cbs=[InjectionCallback(HEAD), rates := Rates()])
-        assert rates.rates == ramp(0, 12)
 
 
 class TestLearningRateFinder:

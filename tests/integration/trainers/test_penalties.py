@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,155 +50,144 @@ def assert_close(found: nn.Module, expected: nn.Module, other: nn.Module) -> Non
     assert not all(torch.allclose(*pair, rtol=1e-3) for pair in zip(weights(found), weights(other), strict=True))
 
 
-class TestLightning:
-    @pytest.fixture(autouse=True)
-    def lightning(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-        found = pytest.importorskip("lightning")
-        monkeypatch.chdir(tmp_path)
-        for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        return found
+def fit_lightning(
+    folder: Path, penalty: str, automatic: bool = True, scaled: bool = False, **settings: Any
+) -> nn.Module:
+    lightning = pytest.importorskip("lightning")
+    from lightning.pytorch.plugins import MixedPrecision
 
-    def fit(self, lightning: Any, penalty: str, automatic: bool = True, plugin: Any = None, **settings: Any) -> Any:
-        from hookdrop.integrations.lightning import InjectionCallback
+    from hookdrop.integrations.lightning import InjectionCallback
 
-        class Classifier(lightning.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model, self.automatic_optimization = net(), automatic
-                self.kept = keep(self.model[0])
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
-            def training_step(self, batch: Any, index: int) -> Any:
-                # The square root saves its result, which must not be modified in place.
-                loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1]).sqrt()
-                if penalty == "by hand":
-                    loss = loss + 2 * self.kept[0].float().pow(2).mean()
-                if not automatic:
-                    self.manual_backward(loss + find(self).penalty() if penalty == "callback" else loss)
-                    self.optimizers().step()
-                    self.optimizers().zero_grad()
-                return {"loss": loss}
+    class Classifier(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.automatic_optimization = net(), automatic
+            self.kept = keep(self.model[0])
 
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), 0.1)
+        def training_step(self, batch: Any, index: int) -> Any:
+            # The square root saves its result, which must not be modified in place.
+            loss = nn.functional.cross_entropy(self.model(batch[0]), batch[1]).sqrt()
+            if penalty == "by hand":
+                loss = loss + 2 * self.kept[0].float().pow(2).mean()
+            if not automatic:
+                self.manual_backward(loss + find(self).penalty() if penalty == "callback" else loss)
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+            return {"loss": loss}
 
-        quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
-        callbacks = [InjectionCallback(spec("model.0"))] if penalty == "callback" else []
-        model = Classifier()
-        trainer = lightning.Trainer(
-            callbacks=callbacks, max_epochs=1, accelerator="cpu", plugins=plugin and plugin(), **quiet, **settings
-        )
-        trainer.fit(model, DataLoader(TensorDataset(X, Y), batch_size=4))
-        return model
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
 
-    @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 3}, {"automatic": False}])
-    def test_equals_the_penalty_by_hand(self, settings: dict[str, Any], lightning: Any) -> None:
-        assert_close(*(self.fit(lightning, penalty, **settings) for penalty in ("callback", "by hand", "none")))
-
-    def test_the_scaler_of_mixed_precision_scales_it(self, lightning: Any) -> None:
-        from lightning.pytorch.plugins import MixedPrecision
-
-        def plugin() -> Any:
-            return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
-
-        assert_close(*(self.fit(lightning, penalty, plugin=plugin) for penalty in ("callback", "by hand", "none")))
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+    settings |= (
+        {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))} if scaled else {}
+    )
+    trainer = lightning.Trainer(
+        callbacks=[InjectionCallback(spec("model.0"))] if penalty == "callback" else [],
+        max_epochs=1, accelerator="cpu", default_root_dir=folder, **quiet, **settings,
+    )  # fmt: skip
+    trainer.fit(model := Classifier(), DataLoader(TensorDataset(X, Y), batch_size=4))
+    return model
 
 
-class TestFastai:
-    @pytest.mark.parametrize("samples", [None, 12])
-    def test_equals_the_penalty_by_hand(self, samples: int | None, tmp_path: Path) -> None:
-        pytest.importorskip("fastai")
-        import fastai.callback.progress  # adds no_bar to Learner
-        from fastai.callback.training import GradientAccumulation
-        from fastai.data.core import DataLoaders
-        from fastai.data.load import DataLoader as Loader
-        from fastai.learner import Learner
-        from fastai.optimizer import OptimWrapper
+def fit_fastai(folder: Path, penalty: str, samples: int = 0) -> nn.Module:
+    pytest.importorskip("fastai")
+    import fastai.callback.progress  # adds no_bar to Learner
+    from fastai.callback.training import GradientAccumulation
+    from fastai.data.core import DataLoaders
+    from fastai.data.load import DataLoader as Loader
+    from fastai.learner import Learner
+    from fastai.optimizer import OptimWrapper
 
-        from hookdrop.integrations.fastai import InjectionCallback
+    from hookdrop.integrations.fastai import InjectionCallback
 
-        def fit(penalty: str) -> nn.Module:
-            model, data = net(), TensorDataset(X, Y)
-            kept = keep(model[0])
+    assert fastai.callback.progress
+    model, data = net(), TensorDataset(X, Y)
+    kept = keep(model[0])
 
-            def loss(found: Tensor, labels: Tensor) -> Tensor:
-                term = 2 * kept[0].pow(2).mean() if penalty == "by hand" else 0.0
-                return nn.functional.cross_entropy(found, labels) + term
+    def loss(found: Tensor, labels: Tensor) -> Tensor:
+        term = 2 * kept[0].pow(2).mean() if penalty == "by hand" else 0.0
+        return nn.functional.cross_entropy(found, labels) + term
 
-            learn = Learner(
-                DataLoaders(Loader(data, bs=4), Loader(data, bs=4)), model, loss_func=loss, path=tmp_path,
-                opt_func=lambda params, lr: OptimWrapper(params, torch.optim.SGD, lr=lr),
-            )  # fmt: skip
-            callbacks = [InjectionCallback(spec("0"))] if penalty == "callback" else []
-            with learn.no_bar(), learn.no_logging():
-                learn.fit(1, 0.1, cbs=[*callbacks, *([GradientAccumulation(samples)] if samples else [])])
-            return model
-
-        assert fastai.callback.progress
-        assert_close(*(fit(penalty) for penalty in ("callback", "by hand", "none")))
+    learn = Learner(
+        DataLoaders(Loader(data, bs=4), Loader(data, bs=4)), model, loss_func=loss, path=folder,
+        opt_func=lambda params, lr: OptimWrapper(params, torch.optim.SGD, lr=lr),
+    )  # fmt: skip
+    callbacks = [InjectionCallback(spec("0"))] if penalty == "callback" else []
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1, 0.1, cbs=[*callbacks, *([GradientAccumulation(samples)] if samples else [])])
+    return model
 
 
-class TestTransformers:
-    @pytest.fixture(autouse=True)
-    def quiet(self) -> None:
-        pytest.importorskip("transformers")
-        pytest.importorskip("accelerate")
-        from transformers.utils import logging as log
+def fit_transformers(
+    folder: Path, penalty: str, register: bool = True, scaled: bool | None = None, **settings: Any
+) -> nn.Module:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+    from transformers.utils import logging as log
 
-        log.set_verbosity_error()
+    from hookdrop.integrations.transformers import InjectionCallback
+    from tests.support import transformers_models
 
-    def train(
-        self, folder: Path, penalty: str, register: bool = True, scaled: bool | None = None, **settings: Any
-    ) -> Any:
-        from transformers import Trainer, TrainingArguments
+    log.set_verbosity_error()
+    torch.manual_seed(1)
+    model = transformers_models.llama()
+    kept = keep(model.model.layers[0].mlp)
 
-        from hookdrop.integrations.transformers import InjectionCallback
-        from tests.support import transformers_models
+    class ByHand(Trainer):
+        loss_is_scaled_for_ga = scaled
 
-        torch.manual_seed(1)
-        model = transformers_models.llama()
-        kept = keep(model.model.layers[0].mlp)
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if scaled is False:
+                kwargs.pop("num_items_in_batch")  # the mean over the batch
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return loss + 2 * kept[0].pow(2).mean() if penalty == "by hand" and model.training else loss
 
-        class ByHand(Trainer):
-            loss_is_scaled_for_ga = scaled
+    tokens = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(16)]
+    defaults: dict[str, Any] = {
+        "num_train_epochs": 2, "per_device_train_batch_size": 4, "report_to": [], "save_strategy": "no",
+        "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", "learning_rate": 0.1, "optim": "sgd",
+        "eval_strategy": "epoch", "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    args = TrainingArguments(output_dir=str(folder), **(defaults | settings))
+    callback = InjectionCallback(spec("model.layers.0.mlp")) if penalty == "callback" else None
+    others = None if callback is None or register else [callback]
+    made = ByHand(model, args, train_dataset=tokens, eval_dataset=tokens, callbacks=others)
+    if callback is not None and register:
+        callback.register(made)
+    made.train()
+    return model
 
-            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-                if scaled is False:
-                    kwargs.pop("num_items_in_batch")  # the mean over the batch
-                loss = super().compute_loss(model, inputs, *args, **kwargs)
-                return loss + 2 * kept[0].pow(2).mean() if penalty == "by hand" and model.training else loss
 
-        tokens = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(16)]
-        defaults: dict[str, Any] = {
-            "num_train_epochs": 2, "per_device_train_batch_size": 4, "report_to": [], "save_strategy": "no",
-            "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", "learning_rate": 0.1, "optim": "sgd",
-            "eval_strategy": "epoch", "lr_scheduler_type": "constant",
-        }  # fmt: skip
-        args = TrainingArguments(output_dir=str(folder), **(defaults | settings))
-        callback = InjectionCallback(spec("model.layers.0.mlp")) if penalty == "callback" else None
-        made = ByHand(
-            model, args, train_dataset=tokens, eval_dataset=tokens,
-            callbacks=[callback] if callback is not None and not register else None,
-        )  # fmt: skip
-        if callback is not None and register:
-            callback.register(made)
-        made.train()
-        return model
+@pytest.mark.parametrize(
+    ("fit", "settings"),
+    [
+        (fit_lightning, {}),
+        (fit_lightning, {"accumulate_grad_batches": 3}),
+        (fit_lightning, {"automatic": False}),
+        (fit_lightning, {"scaled": True}),
+        (fit_fastai, {}),
+        (fit_fastai, {"samples": 12}),
+        (fit_transformers, {}),
+    ],
+)
+def test_equals_the_penalty_by_hand(fit: Callable[..., nn.Module], settings: dict[str, Any], tmp_path: Path) -> None:
+    assert_close(*(fit(tmp_path, penalty, **settings) for penalty in ("callback", "by hand", "none")))
 
-    def test_equals_the_penalty_by_hand(self, tmp_path: Path) -> None:
-        assert_close(*(self.train(tmp_path, penalty) for penalty in ("callback", "by hand", "none")))
 
-    @pytest.mark.parametrize("scaled", [None, False])
-    def test_accumulated_batches_add_their_share(self, scaled: bool | None, tmp_path: Path) -> None:
-        """Whether the Trainer divides the loss by their number, or by the number of all tokens."""
-        halves = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-        assert_close(
-            self.train(tmp_path, "callback", scaled=scaled, **halves),
-            self.train(tmp_path, "by hand"),
-            self.train(tmp_path, "none"),
-        )
+@pytest.mark.parametrize("scaled", [None, False])
+def test_batches_that_transformers_accumulates_add_their_share(scaled: bool | None, tmp_path: Path) -> None:
+    """Whether the Trainer divides the loss by their number, or by the number of all tokens."""
+    halves = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    found = fit_transformers(tmp_path, "callback", scaled=scaled, **halves)
+    assert_close(found, fit_transformers(tmp_path, "by hand"), fit_transformers(tmp_path, "none"))
 
-    def test_without_register_the_penalty_is_not_added_and_warns(self, tmp_path: Path) -> None:
-        with pytest.warns(HookdropWarning, match="nothing read the loss terms"):
-            found = self.train(tmp_path, "callback", register=False, num_train_epochs=7)
-        assert all_equal(weights(found), weights(self.train(tmp_path, "none", num_train_epochs=7)))
+
+def test_without_register_transformers_does_not_add_the_penalty_and_it_warns(tmp_path: Path) -> None:
+    with pytest.warns(HookdropWarning, match="nothing read the loss terms"):
+        found = fit_transformers(tmp_path, "callback", register=False, num_train_epochs=7)
+    assert all_equal(weights(found), weights(fit_transformers(tmp_path, "none", num_train_epochs=7)))

@@ -63,33 +63,24 @@ def train(folder: Path, out: str, *arguments: object) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("timm")
-    (folder / "train.py").write_text(patched(Path(str(SCRIPT)).read_text()))
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(patched(Path(str(SCRIPT)).read_text()))
     for part in ("train", "validation"):
         for label in ("circle", "square"):
-            (folder / "images" / part / label).mkdir(parents=True)
+            (tmp_path / "images" / part / label).mkdir(parents=True)
             for i in range(8):
                 pixels = np.random.default_rng(i).integers(256, size=(40, 40, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / "images" / part / label / f"{i}.png")
-    return folder
+                Image.fromarray(pixels).save(tmp_path / "images" / part / label / f"{i}.png")
+    return tmp_path
 
 
-@pytest.fixture(scope="module")
-def printed(folder: Path) -> str:
-    """What an uninterrupted run prints."""
-    return train(folder, "whole")
-
-
-def test_rates_rise_over_the_training_and_are_logged(folder: Path, printed: str) -> None:
+def test_rates_rise_and_a_resumed_run_is_bit_equal(folder: Path) -> None:
+    """With its average. Checkpoints load into a plain model."""
+    printed = train(folder, "whole")
     assert "2 sites, p=0 of 0.1, step 0 of LinearSchedule(steps=12)" in printed
     rows = csv.DictReader((folder / "whole" / "summary.csv").read_text().splitlines())
     assert [float(row["train_hookdrop/dropblock/p"]) for row in rows] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1])
-
-
-@pytest.mark.usefixtures("printed")
-def test_resumed_run_is_bit_equal_with_its_average(folder: Path) -> None:
     printed = train(folder, "resumed", "--resume", folder / "whole" / "checkpoint-0.pth.tar")
     assert "step 4 of LinearSchedule(steps=12)" in printed
     whole, resumed = (
@@ -98,9 +89,4 @@ def test_resumed_run_is_bit_equal_with_its_average(folder: Path) -> None:
     for part in ("state_dict", "state_dict_ema"):
         assert whole[part].keys() == resumed[part].keys()
         assert all(torch.equal(value, resumed[part][name]) for name, value in whole[part].items())
-
-
-@pytest.mark.usefixtures("printed")
-def test_checkpoints_load_into_a_plain_model(folder: Path) -> None:
-    checkpoint = folder / "whole" / "checkpoint-2.pth.tar"
-    timm.create_model("resnet10t", num_classes=2, checkpoint_path=str(checkpoint))
+    timm.create_model("resnet10t", num_classes=2, checkpoint_path=str(folder / "whole" / "checkpoint-2.pth.tar"))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.code_blocks import blocks_of
-from tests.support.programs import ROOT
+from tests.support.programs import ROOT, run_python
 
 pytest.importorskip("timm")
 PAGE = ROOT / "docs" / "trainers" / "plain.md"
@@ -39,12 +36,14 @@ def program() -> str:
     return definitions + next(code for code in codes if "init_process_group" in code)
 
 
-def test_ranks_have_equal_steps_and_weights_and_different_masks(tmp_path: Path) -> None:
+def test_ranks_have_equal_steps_and_weights_and_different_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "train.py").write_text(program() + REPORT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run_python("train.py", ranks=2)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first["step"] == second["step"] == 1
     assert first["p"] == second["p"] > 0

@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from hookdrop import HookdropWarning, InjectionError, InjectionSpec, LinearSchedule, StateError, find
+from hookdrop import HookdropWarning, InjectionSpec, LinearSchedule, StateError, find
 from hookdrop.integrations.transformers import InjectionCallback
 from tests.support import transformers_models
 from tests.support.programs import ROOT
@@ -76,16 +76,11 @@ RESTORED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "restore_
 
 class TestSteps:
     def test_epochs_and_steps_define_the_total(self, tmp_path: Path) -> None:
-        for settings, total in (({"num_train_epochs": 2}, 8), ({"max_steps": 5}, 5)):
+        for settings, total in (({}, 8), ({"max_steps": 5}, 5), ({"gradient_accumulation_steps": 2}, 4)):
             callback, rates = InjectionCallback(BRANCHES), Rates()
             trainer(tmp_path, callback, rates, **settings).train()
             assert callback.injection.schedule == LinearSchedule(steps=total)
             assert rates.rates == pytest.approx([0.3 * step / total for step in range(total)])
-
-    def test_accumulated_batches_count_once(self, tmp_path: Path) -> None:
-        callback, rates = InjectionCallback(BRANCHES), Rates()
-        trainer(tmp_path, callback, rates, gradient_accumulation_steps=2).train()
-        assert rates.rates == pytest.approx([0.3 * step / 4 for step in range(4)])
 
     def test_each_training_with_model_init_has_its_own_hooks(self, tmp_path: Path) -> None:
         """As in a hyperparameter search."""
@@ -154,13 +149,6 @@ class TestResume:
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert next(iter(find(resumed.model))).target_p == 0.2
 
-    def test_a_checkpoint_with_other_specs_raises_before_the_first_step(self, tmp_path: Path) -> None:
-        trainer(tmp_path, InjectionCallback(BRANCHES), **RESTORED).train()
-        made = trainer(tmp_path, InjectionCallback(EMBEDDING), **RESTORED)
-        with pytest.raises(StateError, match="only in the state: .'residual_dropout'"):
-            made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        assert not find(made.model)
-
     @pytest.mark.parametrize("restore", [False, True])
     def test_a_checkpoint_saved_without_the_callback(self, restore: bool, tmp_path: Path) -> None:
         settings = RESTORED | {"restore_callback_states_from_checkpoint": restore}
@@ -197,31 +185,12 @@ class TestLogs:
             made.add_callback(Reporter())
             InjectionCallback(BRANCHES, log=log).register(made)
             made.train()
+            find(made.model).remove()
+            assert not any("hookdrop" in name for name in made.evaluate(made.train_dataset))
         rates = [
-            row["hookdrop/residual_dropout/p"] for row in seen if "hookdrop/residual_dropout/p" in row and "loss" in row
+            row["hookdrop/residual_dropout/p"] for row in seen if {"loss", "hookdrop/residual_dropout/p"} <= {*row}
         ]
         assert rates == pytest.approx([0.3 * step / 8 for step in range(8)])
-
-    def test_an_evaluation_without_the_hooks_logs_no_rates(self, tmp_path: Path) -> None:
-        made = trainer(tmp_path, InjectionCallback(BRANCHES))
-        made.train()
-        find(made.model).remove()
-        assert not any("hookdrop" in name for name in made.evaluate(made.train_dataset))
-
-
-def test_a_compiled_model_drops_at_the_rates_of_the_schedule(tmp_path: Path) -> None:
-    """Branches that are dropped have no gradient."""
-    largest: list[float] = []
-
-    class Gradients(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-            largest.append(model.get_parameter("model.layers.1.mlp.down_proj.weight").grad.abs().max().item())
-
-    late = InjectionSpec("Dropout(p=1.0)", layers="**.mlp", schedule="LateSchedule(cutoff=4)")
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    trainer(tmp_path, InjectionCallback(late), Gradients(), **compiled).train()
-    assert min(largest[:4]) > 0
-    assert largest[4:] == [0.0] * 4
 
 
 def test_ranks_draw_different_masks_at_equal_rates(tmp_path: Path) -> None:
@@ -244,14 +213,6 @@ class TestErrors:
         made = trainer(tmp_path, InjectionCallback(BRANCHES), Failing())
         with pytest.raises(FloatingPointError):
             made.train()
-        assert not find(made.model)
-
-    def test_two_callbacks_with_one_name_are_refused_before_the_first_step(self, tmp_path: Path) -> None:
-        rates = Rates()
-        made = trainer(tmp_path, InjectionCallback(BRANCHES), InjectionCallback(BRANCHES), rates)
-        with pytest.raises(InjectionError, match=r"already carr(?s:.)*name=\"residual_dropout2\""):
-            made.train()
-        assert not rates.rates
         assert not find(made.model)
 
     def test_a_setting_that_a_checkpoint_cannot_hold(self) -> None:

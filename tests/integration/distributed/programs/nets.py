@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from hookdrop import DropBlock, HookdropWarning, Injection, LinearSchedule, find, inject
 
@@ -40,6 +41,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.stem = nn.Conv2d(3, 8, 3, padding=1)
         self.blocks = nn.Sequential(Block(8), Block(8), Block(8))
         self.fc = nn.Linear(8, 10)
@@ -48,14 +50,41 @@ class Net(nn.Module):
         return self.fc(self.blocks(self.stem(x)).mean((2, 3)))
 
 
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(value: Any) -> list[Any]:
+    """The value of each rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def mean_gradients(twin: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The oracle: the gradients of an unwrapped model, averaged over the ranks."""
+    twin.zero_grad()
+    loss.backward()
+    for parameter in twin.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    return {name: parameter.grad for name, parameter in twin.named_parameters()}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-6) -> None:
+    assert max((full(found[name]) - expected[name]).abs().max().item() for name in expected) <= atol
+
+
+def injected() -> tuple[Net, Injection]:
+    net = Net()
+    return net, inject(net, DropBlock(0.4, 3), layers="blocks.*.norm", schedule=LinearSchedule(10))
+
+
 def sharded() -> tuple[Net, torch.optim.Optimizer, Injection]:
     """The model, optimizer and injection that are saved on two ranks and loaded on others."""
-    torch.manual_seed(0)
-    net = Net()
-    drop = inject(net, DropBlock(0.4, 3), layers="blocks.*.norm", schedule=LinearSchedule(10))
-    for block in net.blocks:
-        fully_shard(block)
-    fully_shard(net)
+    net, drop = injected()
+    for module in (*net.blocks, net):
+        fully_shard(module)
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
     return net, optimizer, drop.follow(optimizer)
 
@@ -76,9 +105,8 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 def output(net: nn.Module) -> list[float]:
     """Some outputs in eval mode."""
-    net.eval()
     with torch.no_grad():
-        y = net(X)
+        y = net.eval()(X)
     net.train()
     return y.flatten()[:20].tolist()
 
@@ -93,17 +121,17 @@ def hookdrop_warnings() -> Iterator[list[str]]:
     texts += [str(w.message) for w in caught if issubclass(w.category, HookdropWarning)]
 
 
-def run(checks: dict[str, Callable[[], dict[str, Any]]]) -> None:
-    """Run each check on every rank and write the results to a file; an error ends all ranks, with its traceback."""
+def run(checks: dict[str, Callable[[], object]]) -> None:
+    """Run each check on every rank and write to a file what it returns and warns of; an error ends all ranks."""
     torch.set_num_threads(1)
     # If a rank fails, the others stop waiting after the timeout.
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    found = {}
+    results = {}
     for name, check in checks.items():
         with hookdrop_warnings() as texts:
-            found[name] = check()
-        found[name]["warnings"] = texts
+            result = check()
+        results[name] = result, texts
         dist.barrier()
-    Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     assert int(os.environ["WORLD_SIZE"]) == dist.get_world_size()
     dist.destroy_process_group()

@@ -1,23 +1,18 @@
-"""Run by test_distributed.py on two ranks: penalties in DDP, FSDP2 and tensor parallelism."""
+"""Check of two_ranks.py: penalties in DDP, FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
-
-import json
-import sys
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import ActivationPenalty, find, inject
+from tests.integration.distributed.programs.nets import assert_close, mean_gradients
 
 
 class Net(nn.Module):
@@ -35,26 +30,13 @@ def by_hand(h: torch.Tensor) -> torch.Tensor:
     return 2 * h.pow(2).mean() + (h[:, 1:] - h[:, :-1]).pow(2).mean()
 
 
-def expected(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The oracle: the gradients of a model without hooks, averaged over the ranks."""
+def check(model: nn.Module, x: torch.Tensor) -> None:
     twin = Net()
-    (twin(x).square().mean() + by_hand(twin.first(x))).backward()
-    for parameter in twin.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-    return {name: parameter.grad for name, parameter in twin.named_parameters()}
-
-
-def error(model: nn.Module, x: torch.Tensor, steps: int = 2) -> float:
-    """The largest error of a gradient in any step."""
-    found, right = [], expected(x)
-    for _ in range(steps):
+    right = mean_gradients(twin, twin(x).square().mean() + by_hand(twin.first(x)))
+    for _ in range(2):
         model.zero_grad()
         (model(x).square().mean() + find(model).penalty()).backward()
-        for name, parameter in model.named_parameters():
-            grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-            found.append((grad - right[name.removeprefix("module.")]).abs().max().item())
-    return max(found)
+        assert_close({name.removeprefix("module."): one.grad for name, one in model.named_parameters()}, right)
 
 
 def hooked(checkpointed: bool = False) -> Net:
@@ -63,25 +45,18 @@ def hooked(checkpointed: bool = False) -> Net:
     return model
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def penalties_are_part_of_the_loss_of_each_rank() -> None:
+    """The gradients are the mean over models without hooks, with the penalty by hand; also with sharded activations."""
     x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
-    facts: dict[str, Any] = {
-        "ddp": error(DDP(hooked()), x),
-        "ddp checkpointed": error(DDP(hooked(checkpointed=True)), x),
-        "ddp find_unused_parameters": error(DDP(hooked(), find_unused_parameters=True), x),
-        "fsdp": error(fully_shard(hooked()), x),
-    }
     layers = hooked()
     fully_shard(layers.first)
-    facts["fsdp of layers"] = error(fully_shard(layers), x)
-    dist.broadcast(same := x.clone(), 0)
-    mesh = init_device_mesh("cpu", (2,))
-    parallel = parallelize_module(hooked(), mesh, {"first": ColwiseParallel(use_local_output=False)})
+    for model in (
+        DDP(hooked()), DDP(hooked(checkpointed=True)), DDP(hooked(), find_unused_parameters=True), fully_shard(hooked()),
+        fully_shard(layers),
+    ):  # fmt: skip
+        check(model, x)
+    plan = {"first": ColwiseParallel(use_local_output=False)}
+    parallel = parallelize_module(hooked(), init_device_mesh("cpu", (2,)), plan)
     parallel.first.register_forward_hook(lambda layer, args, h: h.full_tensor())
-    facts["tensor parallel"] = error(parallel, same)
-    Path(sys.argv[1], f"rank{dist.get_rank()}.json").write_text(json.dumps(facts))
-    dist.destroy_process_group()
-
-
-main()
+    dist.broadcast(x, 0)
+    check(parallel, x)
