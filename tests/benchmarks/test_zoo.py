@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from torch import nn
 
@@ -22,7 +21,6 @@ from models import catalog
 from models.catalog import Example, Trial
 from models.check import Check, CheckFailed, NotRunnable, choose_regularizers
 from models.footprint import bit_equal, fingerprint
-from models.weights import quick_weights
 from tests.support.models import Small
 
 # One model for each kind of block, arguments or outputs.
@@ -227,17 +225,3 @@ class TestModels:
         chosen = choose_regularizers(hookdrop.plan(tokens.build(), layers="**", example_input=tokens.example().eval))
         assert {type(regularizer) for regularizer in chosen.values()} == {hookdrop.Dropout}
         assert {"norm", "blocks.0.norm1", "blocks.0.attn.q_norm"} <= set(chosen)
-
-    def test_quick_weights_are_random_and_have_the_scale_of_the_initializer(self) -> None:
-        original = torch.Tensor.normal_
-        with quick_weights():
-            layers = [nn.Linear(1024, 1024), nn.Conv2d(256, 256, 3)]
-            truncated = timm.layers.trunc_normal_(torch.empty(512, 512), std=0.02)
-        assert torch.Tensor.normal_ is original
-        weights = [layer.weight.detach() for layer in layers]
-        for weight in (*weights, truncated):
-            assert weight.unique().numel() > 0.9 * weight.numel()
-            assert weight.mean().abs() < 0.05 * weight.std()
-        assert weights[0].std().item() == pytest.approx((3 * 1024) ** -0.5, rel=0.02)
-        assert weights[1].std().item() == pytest.approx((3 * 9 * 256) ** -0.5, rel=0.02)
-        assert truncated.std().item() == pytest.approx(0.02, rel=0.02)
