@@ -105,7 +105,7 @@ def _without_kernel(over: str, under: str) -> tuple[str, str]:
 
 def small(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Compare the regularizers with their peers on small tensors, where the calls of operations are the cost."""
-    implementations = peers.implementations(block=SMALL_BLOCK, device=options.device) | peers.drop_paths()
+    implementations = peers.implementations(block=SMALL_BLOCK, device=options.device)
     chosen = {name: implementations[name] for pair in SMALL for name in pair}
     return race("\nSmall tensors", cases(SMALL_SHAPES, chosen, options.device), SMALL, options, console)
 
