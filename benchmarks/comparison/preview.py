@@ -72,7 +72,7 @@ def _try_steps(study: Study, data: Data, model: Model) -> Iterator[str]:
     for arm in study.arms:
         try:
             with torch.random.fork_rng(devices=[]):
-                run = study.run(data, model, arm, 0).model_copy(update={"batch_size": 2, "compile": False})
+                run = study.run(data, model, arm, 0).model_copy(update={"batch_size": 2})
                 setup = at_final_rate(run)
                 step(setup, *batch_of(setup))
         except Exception as error:  # third-party models may raise anything
@@ -100,7 +100,7 @@ def outlook(study: Study, store: Store, workers: int) -> str:
         missing = [run for key, run in wanted.items() if key not in known]
         for run in missing:
             if run.cell not in measured:
-                measured[run.cell] = estimate_seconds(run.model_copy(update={"arm": NONE, "compile": False}))
+                measured[run.cell] = estimate_seconds(run.model_copy(update={"arm": NONE}))
         seconds = [measured[run.cell] for run in missing]
         minutes += (START_SECONDS + max(*seconds, sum(seconds) / workers, 0.0)) / 60 if seconds else 0.0
         each = f", {statistics.fmean(seconds):.1f} s each" if seconds else ""

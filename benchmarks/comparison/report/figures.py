@@ -10,7 +10,6 @@ from typing import Any
 
 import matplotlib as mpl
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -71,7 +70,9 @@ def curves(arms: Sequence[ArmSummary], what: str, ident: str, label: str, x: str
         figure = _figure(HEIGHT + 19 * len(drawn))
         axes = figure.subplots()
         for i, arm, band in drawn:
-            _line(axes, i, arm.name, band.x, band.median)
+            step = max(1, len(band.x) // 5)
+            style = {"marker": MARKERS[i % len(MARKERS)], "ls": DASHES[i % len(DASHES)], "markevery": (i % step, step)}
+            axes.plot(band.x, band.median, color=_color(i), lw=1.6, ms=5, label=_short(arm.name), **style)  # type: ignore
             axes.fill_between(band.x, band.low, band.high, color=_color(i), alpha=0.14, lw=0)
         values = [value for _, _, band in drawn for value in (*band.low, *band.high)]
         if min(values) > 0 and max(values) > 8 * min(values):
@@ -84,34 +85,8 @@ def curves(arms: Sequence[ArmSummary], what: str, ident: str, label: str, x: str
         return inline(figure, ident, f"{label} over {x}, one line per arm")
 
 
-def calibration(arms: Sequence[ArmSummary], ident: str) -> Markup | None:
-    """A reliability diagram above a plot of the counts; None without bins."""
-    drawn = [(i, arm) for i, arm in enumerate(arms) if arm.calibration]
-    if not drawn:
-        return None
-    with mpl.rc_context(SETTINGS):
-        figure = _figure(380 + 19 * len(drawn))
-        axes, counts = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
-        axes.plot((0, 1), (0, 1), color=TEXT, lw=1)
-        for i, arm in drawn:
-            x = [one.confidence for one in arm.calibration]
-            _line(axes, i, arm.name, x, [one.accuracy for one in arm.calibration])
-            _line(counts, i, "", x, [one.count for one in arm.calibration])
-        axes.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
-        counts.set(yscale="log", xlabel="confidence", ylabel="images")
-        counts.yaxis.set_major_formatter("{x:g}")
-        figure.legend(loc="outside lower left")
-        return inline(figure, ident, "accuracy over confidence, and the images per bin, one line per arm")
-
-
 def _figure(height: float) -> Figure:
     return Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
-
-
-def _line(axes: Axes, i: int, name: str, x: Sequence[float], y: Sequence[float]) -> None:
-    step = max(1, len(x) // 5)
-    style = {"marker": MARKERS[i % len(MARKERS)], "linestyle": DASHES[i % len(DASHES)], "markevery": (i % step, step)}
-    axes.plot(x, y, color=_color(i), lw=1.6, ms=5, label=_short(name) or None, **style)  # type: ignore[arg-type]
 
 
 def _color(i: int) -> str:

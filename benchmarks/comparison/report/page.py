@@ -1,4 +1,4 @@
-"""The report of a comparison: one self-contained HTML page without scripts, and the table of a cell for terminals."""
+"""The report of a comparison: one self-contained HTML page without scripts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from markupsafe import Markup
 from comparison.analysis import text
 from comparison.analysis.schema import DECIMALS, METRICS, SHORT, UNCLEAR, ArmSummary, Cell, Difference, Metric, Summary
 from comparison.report import figures
+from comparison.report.table import rows
 
 HERE = Path(__file__).parent
 ABSENT = "–"
 CURVES = {
-    "train_loss": "Training loss",
-    "validation_accuracy": "Validation accuracy, %",
-    "validation_nll": "Validation NLL, nats",
+    "train_loss": ("Training loss", "epoch"),
+    "validation_accuracy": ("Validation accuracy, %", "epoch"),
+    "validation_nll": ("Validation NLL, nats", "epoch"),
+    "rate": ("Rate", "optimizer step"),
 }
 
 
@@ -63,7 +65,7 @@ class CellView:
 
     def __init__(self, index: int, cell: Cell) -> None:
         self.cell, self.id = cell, f"cell{index + 1}"
-        self.verdict, self.findings = text.verdict(cell), list(text.findings(cell))
+        self.verdict, self.notes = text.verdict(cell), list(text.notes(cell))
         self.arms = ranked(cell)
         none = cell.arms[0].name if cell.arms else "none"
         against = {arm.name: arm.against_none for arm in self.arms if arm.against_none}
@@ -71,9 +73,9 @@ class CellView:
             figures.differences({name: of[metric] for name, of in against.items()}, metric, f"{self.id}-{metric}", none)
             for metric in (METRICS if against else ())
         ]
-        self.table = table(cell)
+        self.table = rows(self.arms)
         self.failed = [question for question, holds, _ in text.controls(cell) if holds is False]
-        self.sections = [*_statistics(cell), *_measurements(self.id, cell), *_setup(cell)]
+        self.sections = list(_sections(self.id, cell))
 
 
 def ranked(cell: Cell) -> list[ArmSummary]:
@@ -86,88 +88,29 @@ def ranked(cell: Cell) -> list[ArmSummary]:
     return sorted(cell.arms, key=rank)
 
 
-def table(cell: Cell) -> pd.DataFrame:
-    """The arms with their metrics, and the differences from none with their intervals."""
-    return pd.DataFrame([_row(arm) for arm in ranked(cell)])
-
-
-def _row(arm: ArmSummary) -> dict[str, str]:
-    row = {"Arm": arm.name, "Kind": arm.kind, "Seeds": str(len(arm.seeds))}
-    for metric in METRICS:
-        head, found = SHORT[metric], (arm.against_none or {}).get(metric)
-        row[head] = number(arm.means.get(metric), DECIMALS[metric])
-        row[f"{head} − none [95 %]"] = _interval(found, metric)
-        row[f"{head}: Holm’s p"] = probability(found.p_holm) if found and arm.compared else ABSENT
-    return row | {"Excluded pairs": str(len(arm.set_aside))}
-
-
-def _statistics(cell: Cell) -> Iterable[Section]:
-    yield Section("Caveats", sentences=text.caveats(cell))
+def _sections(ident: str, cell: Cell) -> Iterable[Section]:
     yield Section("Controls", "Is the comparison valid?", list(text.control_sentences(cell)))
-    pairs = [(f"{pair.a} − {pair.b}", pair.metric, pair.difference) for pair in cell.between]
-    note = "Paired differences, with Holm’s correction over all pairs in a metric."
-    yield Section("Between regularizers", note, table=_numbers(pairs))
     arms = [(arm.name, metric, arm.against_none[metric]) for arm in cell.arms if arm.against_none for metric in METRICS]
     note = "All numbers of the differences from none. MDE: the difference that a paired t test detects with 80 % power."
     yield Section("Differences from none", note, table=_numbers(arms))
-
-
-def _numbers(found: Sequence[tuple[str, Metric, Difference]]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "Arm": name,
-            "Metric": SHORT[metric],
-            "Difference [95 % over seeds]": _interval(one, metric),
-            "[95 % over seeds and images]": _limits(one.low_images, one.high_images, metric),
-            "Verdict": UNCLEAR if not one.clear else "better" if one.better(metric) else "worse",
-            "p (smallest)": f"{probability(one.p)} (≥ {probability(one.p_smallest)})",
-            "Holm’s p": probability(one.p_holm),
-            "MDE": number(one.mde, DECIMALS[metric]),
-            "Pairs (for half the MDE)": f"{len(one.seeds)} ({one.seeds_for_half or ABSENT})",
-        }
-        for name, metric, one in found
-    )
-
-
-def _measurements(ident: str, cell: Cell) -> Iterable[Section]:
-    arms, rated = cell.arms, [arm for arm in cell.arms if arm.kind != "control"]
-    pictures = [figures.curves(arms, what, f"{ident}-{what}", label, "epoch") for what, label in CURVES.items()]
-    yield Section("Curves", "Median over the seeds, with quartile bands, on validation images.", pictures=pictures)
-    rate = figures.curves(rated, "rate", f"{ident}-rate", "rate", "optimizer step")
-    rates = pd.DataFrame(
-        {"Arm": arm.name, "Site": site, "Requested": number(asked, 4), "Dropped": number(dropped, 4) + half}
-        for arm in arms
-        if arm.dropped is not None
-        for site, asked, dropped, half in [
-            (
-                "all",
-                arm.asked,
-                arm.dropped,
-                f" ± {number(arm.dropped_half, 4)}" if arm.dropped_half is not None else "",
-            ),
-            *((site.name, site.asked, site.dropped, "") for site in arm.realised),
-        ]
-    )
-    yield Section("Rates", "The rate, and the fraction dropped in the last steps.", pictures=[rate], table=rates)
-    note = "Over all seeds. On the diagonal, the accuracy equals the confidence."
-    yield Section("Calibration", note, pictures=[figures.calibration(arms, f"{ident}-calibration")])
+    pairs = [(f"{pair.a} − {pair.b}", pair.metric, pair.difference) for pair in cell.between]
+    note = "Paired differences, with Holm’s correction over all pairs in a metric."
+    yield Section("Between regularizers", note, table=_numbers(pairs))
+    drawn = [figures.curves(cell.arms, what, f"{ident}-{what}", *labels) for what, labels in CURVES.items()]
+    yield Section("Curves", "Median over the seeds, with quartile bands, on validation images.", pictures=drawn)
     cost = pd.DataFrame(
         {"Arm": arm.name}
         | {
             head: f"{number(of.median, 3)} [{number(of.low, 3)}, {number(of.high, 3)}]" if of else ABSENT
             for head, of in (("Time / none [quartiles]", arm.time), ("Memory / none", arm.memory))
         }
-        for arm in arms
+        for arm in cell.arms
         if arm.time or arm.memory
     )
     yield Section("Cost", "Of a training step at the final rate, interleaved with none, after training.", table=cost)
-
-
-def _setup(cell: Cell) -> Iterable[Section]:
     trials = pd.DataFrame(
         {
             "Arm": arm.name,
-            "Method": arm.tuning.method,
             "Settings": ", ".join(f"{name} = {value:.4g}" for name, value in trial.settings.items()),
             "Score": number(trial.score, 4) if trial.score is not None else "failed",
             "Chosen": "chosen" if trial.settings == arm.tuning.chosen else "",
@@ -178,18 +121,17 @@ def _setup(cell: Cell) -> Iterable[Section]:
     )
     note = "The score is the mean validation NLL over the tuning seeds; lower is better."
     yield Section("Tuning", note, table=trials)
-    commands = pd.DataFrame(
+    calls = pd.DataFrame(
         {
             "Arm": arm.name,
-            "Call": arm.call,
+            "Call": arm.call + (f" (tuned like {arm.like})" if arm.like else ""),
             "Layers": ", ".join(arm.layers),
             "Sites": str(arm.sites),
             "Warnings": " ".join(arm.flags),
-            "Command": arm.command,
         }
         for arm in cell.arms
     )
-    yield Section("Arms", "Each command reproduces the arm’s runs.", table=commands)
+    yield Section("Arms", "The command below with --only ARM repeats the runs of one arm.", table=calls)
     seeds = pd.DataFrame(
         {"Arm": arm.name, "Seed": str(seed)}
         | {SHORT[metric]: number(arm.values[metric][i], DECIMALS[metric] + 1) for metric in METRICS}
@@ -198,6 +140,24 @@ def _setup(cell: Cell) -> Iterable[Section]:
     )
     excluded = [f"{arm.name}, seed {seed}: {why}" for arm in cell.arms for seed, why in arm.set_aside.items()]
     yield Section("Runs", "Every run after its last epoch, and the excluded pairs.", excluded, table=seeds)
+
+
+def _numbers(found: Sequence[tuple[str, Metric, Difference]]) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "Arm": name,
+            "Metric": SHORT[metric],
+            "Difference": number(one.mean, DECIMALS[metric], "+"),
+            "[95 % over seeds]": _limits(one.low, one.high, metric),
+            "[95 % over seeds and images]": _limits(one.low_images, one.high_images, metric),
+            "Verdict": UNCLEAR if not one.clear else "better" if one.better(metric) else "worse",
+            "p (smallest)": f"{probability(one.p)} (≥ {probability(one.p_smallest)})",
+            "Holm’s p": probability(one.p_holm),
+            "MDE": number(one.mde, DECIMALS[metric]),
+            "Pairs (for half the MDE)": f"{len(one.seeds)} ({one.seeds_for_half or ABSENT})",
+        }
+        for name, metric, one in found
+    )
 
 
 def _about(summary: Summary) -> list[Section]:
@@ -220,12 +180,6 @@ def number(value: float | None, decimals: int = 2, sign: str = "") -> str:
 def probability(p: float) -> str:
     """Format a p-value with three decimals, or two significant digits below 0.001."""
     return number(p, 3) if not p < 0.001 else f"{p:.1e}".replace("e-0", "e-").replace("-", "−")
-
-
-def _interval(found: Difference | None, metric: Metric) -> str:
-    if found is None:
-        return ABSENT
-    return f"{number(found.mean, DECIMALS[metric], '+')} {_limits(found.low, found.high, metric)}"
 
 
 def _limits(low: float, high: float, metric: Metric) -> str:

@@ -131,8 +131,8 @@ def train(setup: RunSetup, checkpoint: Checkpoint) -> tuple[History, Any]:
 
 def batch_of(setup: RunSetup) -> tuple[Tensor, Tensor]:
     """The first training images, without augmentation."""
-    size = setup.run.batch_size
-    return setup.images(setup.split.train[:size]), setup.labels_N[:size].to(setup.device)
+    indices = setup.split.train[: setup.run.batch_size]
+    return setup.images(indices), setup.task.labels_N[indices].to(setup.device)
 
 
 def step(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def _train_epoch(setup: RunSetup, history: History, epoch: int) -> None:
     run = setup.run
     setup.forward.train()
     losses, seen = [], []
-    batches = loader(setup.task, setup.split.train, run.batch_size, run.seed, epoch, setup.labels_N, run.data.workers)
+    batches = loader(setup.task, setup.split.train, run.batch_size, run.seed, epoch, run.data.workers)
     for indices_B, x_BCHW, y_B in batches:
         if run.max_steps is not None and history.steps == run.max_steps:
             break
@@ -197,7 +197,7 @@ def _outcome(setup: RunSetup, history: History, measured: Any) -> tuple[Outcome,
     # The rate of Cutout is not the fraction that it drops.
     called = [] if measured is None else [site for site in measured.sites.values() if site.calls]
     drops = measured is not None and all(site.droppable for site in called)
-    sites = measured.sites if drops and all(site.asks for site in called) else {}
+    asks = drops and all(site.asks for site in called)
     outcome: Outcome = {
         "call": arms.text_at_rate(run.arm),
         "sites": len(drop.sites) if drop else 0,
@@ -211,9 +211,8 @@ def _outcome(setup: RunSetup, history: History, measured: Any) -> tuple[Outcome,
         "rates": history.rates,
         "rate_at_end": setup.rate,
         "ramp_end": history.ramp_end,
-        "asked": measured.asked if sites else None,
+        "asked": measured.asked if asks else None,
         "dropped": measured.dropped if drops else None,
-        "realised": [{"name": name, "asked": site.asked, "dropped": site.dropped} for name, site in sites.items()],
         "changes": changes(setup.model, drop, setup.images(scored[:CHECKED_IMAGES]), setup.footprint) if drop else None,
         "accuracy": scores.accuracy,
         "nll": scores.nll,

@@ -39,8 +39,9 @@ class TestConfigFile:
         assert config.all_arms() == [Arm(name="DropBlock", kind="regularizer", call=call, p=0.1, layers=layers)]
         assert [(data.name, model.name) for data, model in config.cells()] == [("digits", "resnet10t")]
 
-    def test_cells_combine_every_size_dataset_and_model(self) -> None:
-        config = config_of(GOOD.replace("digits", "[digits, digits-noisy]") + "train_sizes: [50, 100]\n")
+    def test_cells_combine_every_dataset_and_model(self) -> None:
+        sizes = "[{name: digits, train_size: 50}, {name: digits, train_size: 100}]"
+        config = config_of(GOOD.replace("digits", sizes).replace("resnet10t", "[resnet10t, resnet18]"))
         assert len(list(config.cells())) == 4
 
     @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -109,7 +110,7 @@ class TestConfigErrors:
         assert str(caught.value).endswith("Nothing was trained.")
 
     def test_all_errors_are_reported_together(self) -> None:
-        with pytest.raises(ConfigError, match=r"mine\.yaml: arms\[0\]: (.|\n)*mine\.yaml: epochs: "):
+        with pytest.raises(ConfigError, match=r"mine\.yaml: epochs: (.|\n)*mine\.yaml: arms\[0\]: "):
             config_of(GOOD.replace("epochs: 3", "epochs: -3").replace("p=0.1", "p=2"))
 
 

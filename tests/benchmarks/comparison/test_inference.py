@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss
 
-from comparison.analysis import inference, intervals, summary
+from comparison.analysis import inference, intervals
 from comparison.analysis.inference import RunMetric, difference, holm, minimum_detectable, permutation_p
 from comparison.analysis.schema import Difference
 from comparison.run import metrics
@@ -63,13 +63,6 @@ class TestMetrics:
     def test_ece_can_be_recomputed_from_a_record(self) -> None:
         found = metrics.score(*made_scores(4))
         assert metrics.ece(found.images["confidence"], found.images["correct"]) == found.ece > 0
-
-    def test_reliability_bins_match_the_ece(self) -> None:
-        found = metrics.score(*made_scores(5))
-        bins = summary.reliability(found.images["confidence"], found.images["correct"])
-        assert sum(b.count for b in bins) == 300
-        assert [b.confidence for b in bins] == sorted(b.confidence for b in bins)
-        assert sum(b.count * abs(b.confidence - b.accuracy) for b in bins) / 3 == pytest.approx(found.ece)
 
     def test_metrics_of_resamples_match_direct_scoring(self) -> None:
         logits, labels = made_scores(7, images=50)

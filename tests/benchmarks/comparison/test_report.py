@@ -53,11 +53,9 @@ def with_names(summary: schema.Summary, name: str) -> schema.Summary:
     cell = found.cells[0]
     cell.title, cell.remarks = name, [name]
     for arm in cell.arms:
-        arm.name, arm.call, arm.command = f"{arm.name} {name}", name, name
+        arm.name, arm.call = f"{arm.name} {name}", name
         arm.layers = arm.flags = [name]
         arm.set_aside = {1: name}
-        for site in arm.realised:
-            site.name = name
     for failure in found.failures:
         failure.cell = failure.arm = failure.message = name
     found.environments = [schema.Environment(runs=1, details={name: {name: name}})]
@@ -71,7 +69,6 @@ def bare(summary: schema.Summary) -> schema.Summary:
     for arm in found.cells[0].arms:
         arm.tuning = arm.time = arm.memory = arm.against_none = None
         arm.asked = arm.dropped = arm.dropped_half = arm.rate_at_end = arm.ramp_end = None
-        arm.realised, arm.calibration = [], []
         arm.train_loss = arm.validation_accuracy = arm.validation_nll = arm.rate = nothing
     found.cells[0].between = []
     found.cells[0].controls = schema.Controls(
@@ -159,7 +156,7 @@ class TestContent:
         assert means == sorted(means, reverse=True)
 
     def test_missing_measurements_are_stated(self, small: schema.Summary) -> None:
-        assert words(bare(small)).count("None, or not measured.") == 7
+        assert words(bare(small)).count("None, or not measured.") == 6
         assert "no regularizer has a complete pair" in words(bare(small))
 
     def test_all_runs_failed(self) -> None:
@@ -176,10 +173,10 @@ class TestContent:
     def test_problems_are_shown_at_the_top(self, small: schema.Summary) -> None:
         wrong = small.model_copy(deep=True)
         wrong.cells[0].controls.aa_equal -= 1
-        wrong.amendments, wrong.notes = ["more seeds"], ["Only some arms."]
+        wrong.notes = ["Only some arms."]
         wrong.environments = wrong.environments[:1] * 2
         top = render(wrong).split("<section")[0]
-        for text_ in ("A control failed", "more seeds", "Only some arms.", "2 different environments", "1 run failed"):
+        for text_ in ("A control failed", "Only some arms.", "2 different environments", "1 run failed"):
             assert text_ in top
         assert "A control failed" not in render(small)
 
@@ -194,7 +191,7 @@ class TestContent:
         stored = path.with_name("report.html").read_text()
         assert path.with_name("report.html").stat().st_size < 1_500_000
         for cell in summary.cells:
-            for sentence in (text.verdict(cell), *text.findings(cell), *text.caveats(cell)):
+            for sentence in (text.verdict(cell), *text.notes(cell)):
                 assert f">{sentence.replace('&', '&amp;')}<" in stored.replace("&#39;", "'").replace("&#34;", '"')
 
 
@@ -222,6 +219,13 @@ class TestVerdict:
             r"On “digits”, accuracy against “none” is highest with “A” \(\+2\.00 \[.*\]\) and lowest with “C” "
             r"\(-1\.00 \[.*\]\); “B” cannot be told apart from “none”\.", sentence
         )  # fmt: skip
+
+    def test_all_differences_are_0(self) -> None:
+        cell = stored().cells[0]
+        same = cell.arms[-1].against_none
+        assert same
+        arms = [cell.arms[0], *(arm.model_copy(update={"against_none": same}) for arm in cell.arms[1:])]
+        assert "all arms are equal" in text.verdict(cell.model_copy(update={"arms": arms}))
 
     def test_nothing_can_be_told_apart(self) -> None:
         assert "no regularizer can be told apart from “none” in accuracy" in self.verdict(A=0.02, B=0.0)
