@@ -156,7 +156,7 @@ class TestContent:
         assert means == sorted(means, reverse=True)
 
     def test_missing_measurements_are_stated(self, small: schema.Summary) -> None:
-        assert words(bare(small)).count("None, or not measured.") == 6
+        assert words(bare(small)).count("None, or not measured.") == 5
         assert "no regularizer has a complete pair" in words(bare(small))
 
     def test_all_runs_failed(self) -> None:
