@@ -73,7 +73,7 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
         summary = summarize(
             entries,
             records,
-            _costs(entries, records, folder, console, config.timing),
+            _costs(entries, records, console, config.timing),
             found.remarks,
             title=config.title,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -108,9 +108,7 @@ def _partial_note(study: Study) -> list[str]:
     return [note] if excluded else []
 
 
-def _costs(
-    entries: Sequence[Entry], records: Mapping[str, Record], folder: Folder, console: Console, seconds: float
-) -> Costs:
+def _costs(entries: Sequence[Entry], records: Mapping[str, Record], console: Console, seconds: float) -> Costs:
     """Measure time and memory ratios by cell and arm in a separate process; skip arms without a finished run."""
     if not seconds:
         return {}
@@ -119,7 +117,7 @@ def _costs(
     entries = [entry for entry in entries if done & {run.key for run in entry.runs.values()}]
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            return pool.submit(costs.measure, entries, seconds, folder.costs).result()
+            return pool.submit(costs.measure, entries, seconds).result()
     except Exception as error:
         # A failure to measure costs must not lose the results of the runs.
         say(console, f"Timing failed; the report has no costs: {type(error).__name__}: {error}")

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
 import timing
 from comparison.analysis.schema import Spread
 from comparison.analysis.summary import Costs
-from comparison.engines.store import replace_file
 from comparison.run.run_setup import RunSetup, at_final_rate
 from comparison.run.training import batch_of, step
 from comparison.spec.run_spec import Run
@@ -25,24 +19,13 @@ from timing import MIN_SECONDS, Quartiles, ratios, saved_storages, time_call
 FEWEST_ROUNDS = 15
 
 
-def measure(entries: Sequence[Entry], seconds: float, path: Path) -> Costs:
-    """Time and memory relative to none, by cell and arm. Earlier measurements of the same runs are read from `path`.
-
-    Call this in a separate process, when nothing else is running.
-    """
-    cache: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        cache = json.loads(path.read_text())
+def measure(entries: Sequence[Entry], seconds: float) -> Costs:
+    """Time and memory relative to none, by cell and arm. Call this in a process in which nothing else runs."""
     found: dict[tuple[str, str], tuple[Spread, Spread]] = {}
     for cell in dict.fromkeys(entry.cell for entry in entries):
         runs = {entry.arm.name: next(iter(entry.runs.values())) for entry in entries if entry.cell == cell}
-        key = hashlib.sha256("".join(run.key for run in runs.values()).encode()).hexdigest()[:16]
-        if key not in cache:
-            cache[key] = measure_cell(runs, seconds)
-            replace_file(path, json.dumps(cache).encode())
-        for name, both in cache[key].items():
-            times, memory = (Spread(low=low, median=median, high=high) for low, median, high in both)
-            found[cell, name] = times, memory
+        for name, (times, memory) in measure_cell(runs, seconds).items():
+            found[cell, name] = Spread(**times._asdict()), Spread(**memory._asdict())
     return found
 
 

@@ -61,15 +61,6 @@ class Difference(Part):
         return (self.verdict == "above") == (BETTER[metric] > 0)
 
 
-class Band(Part):
-    """Lower quartile, median and upper quartile over the seeds, at each x."""
-
-    x: list[float]
-    low: list[float]
-    median: list[float]
-    high: list[float]
-
-
 class Spread(Part):
     """Quartiles of the ratios of interleaved measurements."""
 
@@ -93,16 +84,11 @@ class ArmSummary(Part):
     dropped: float | None
     dropped_half: float | None  # half-width of the 95 % t interval of `dropped` over the seeds
     rate_at_end: float | None
-    ramp_end: int | None  # the first optimizer step with the rate within 1e-9 of its target; None if never
     values: dict[Metric, list[float]]  # one value per finished seed, in the order of `seeds`
     seeds: list[int]
     means: dict[Metric, float]
     against_none: dict[Metric, Difference] | None
     set_aside: dict[int, str]  # seeds without a complete pair, and the reasons
-    train_loss: Band
-    validation_accuracy: Band
-    validation_nll: Band
-    rate: Band  # over optimizer steps
     tuning: Tuning | None
     like: Name = ""  # the arm whose tuned settings it uses, if any
     time: Spread | None  # of a training step at the final rate, relative to none

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from scipy.stats import sem
 from scipy.stats import t as student
 
@@ -16,7 +15,6 @@ from comparison.analysis.pairs import PairedArm, by_test_set, contrasts, control
 from comparison.analysis.schema import (
     METRICS,
     ArmSummary,
-    Band,
     Cell,
     Difference,
     Environment,
@@ -109,7 +107,6 @@ def summarize_arm(
     first: Any = runs[0] if runs else {}
     values: dict[Metric, list[float]] = {metric: [run[metric] for run in runs] for metric in METRICS}
     dropped = [run["dropped"] for run in runs if run["dropped"] is not None]
-    ends = [run["ramp_end"] for run in runs if run["ramp_end"] is not None]
     return ArmSummary(
         name=entry.arm.name,
         kind="reference" if entry.control == "reference" else "control" if entry.control else entry.arm.kind,  # type: ignore[arg-type]
@@ -122,30 +119,16 @@ def summarize_arm(
         dropped=_mean(dropped),
         dropped_half=half_width(dropped),
         rate_at_end=_mean([run["rate_at_end"] for run in runs]),
-        ramp_end=max(ends) if ends and len(ends) == len(runs) else None,
         values=values,
         seeds=list(arm.finished),
         means={metric: float(np.mean(found)) for metric, found in values.items() if found},
         against_none=against_none,
         set_aside=dict(arm.set_aside),
-        train_loss=band([list(enumerate(run["train_loss"], 1)) for run in runs]),
-        validation_accuracy=band([[(at["epoch"], at["accuracy"]) for at in run["validation"]] for run in runs]),
-        validation_nll=band([[(at["epoch"], at["nll"]) for at in run["validation"]] for run in runs]),
-        rate=band([run["rates"] for run in runs]),
         tuning=entry.tuning,
         like=entry.like,
         time=costs and costs[0],
         memory=costs and costs[1],
     )
-
-
-def band(curves: Sequence[Sequence[tuple[float, float]]]) -> Band:
-    """Quartiles over the runs at each x that all runs share."""
-    if not any(curves):
-        return Band(x=[], low=[], median=[], high=[])
-    table = pd.DataFrame([dict(curve) for curve in curves]).dropna(axis="columns").sort_index(axis="columns")
-    low, median, high = (table.quantile(q).tolist() for q in (0.25, 0.5, 0.75))
-    return Band(x=table.columns.tolist(), low=low, median=median, high=high)
 
 
 def half_width(values: Sequence[float]) -> float | None:

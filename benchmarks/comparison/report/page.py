@@ -19,12 +19,6 @@ from comparison.report.table import rows
 
 HERE = Path(__file__).parent
 ABSENT = "–"
-CURVES = {
-    "train_loss": ("Training loss", "epoch"),
-    "validation_accuracy": ("Validation accuracy, %", "epoch"),
-    "validation_nll": ("Validation NLL, nats", "epoch"),
-    "rate": ("Rate", "optimizer step"),
-}
 
 
 def write(summary: Summary, path: Path) -> None:
@@ -65,8 +59,6 @@ class CellView:
             )
             for metric in (METRICS if compared else ())
         ]
-        curves = [figures.curves(cell.arms, what, f"{self.id}-{what}", *of) for what, of in CURVES.items()]
-        self.curves = [picture for picture in curves if picture]
 
 
 def ranked(cell: Cell) -> list[ArmSummary]:

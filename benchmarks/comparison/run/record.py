@@ -22,14 +22,6 @@ TRANSIENT: tuple[Kind, ...] = ("memory", "disk", "killed")
 ROOT = Path(__file__).parents[3]
 
 
-class ValidationPoint(TypedDict):
-    """The validation metrics after an epoch."""
-
-    epoch: int
-    accuracy: float  # in percent
-    nll: float
-
-
 class Outcome(TypedDict):
     """The result of a training run; JSON-serializable."""
 
@@ -41,10 +33,7 @@ class Outcome(TypedDict):
     batches: list[str]  # SHA-256 of the image indices of each epoch, in order
     first_loss: float
     train_loss: list[float]  # mean loss of each epoch
-    validation: list[ValidationPoint]
-    rates: list[tuple[int, float]]  # (optimizer step, rate), before the first epoch and after each; empty for none
     rate_at_end: float | None
-    ramp_end: int | None  # the first step with the rate within 1e-9 of its target; None if never, or for none
     asked: float | None  # mean requested rate over sites and training forwards of the last epochs; None: no drops
     dropped: float | None
     changes: list[str] | None  # in state_dict, repr or eval output with hooks or after `remove()`; None for none

@@ -37,7 +37,7 @@ class RunSetup:
     optimizer: Optimizer
     decay: LRScheduler
     drop: hookdrop.Injection | None
-    flags: list[str]  # warnings of the plan
+    plan: hookdrop.Plan | None
     device: torch.device
     weights: str  # SHA-256 of the initial parameters and buffers
     footprint: dict[str, Any]  # of the model without hooks
@@ -76,14 +76,14 @@ def prepare(run: Run) -> RunSetup:
     torch.manual_seed(seed_of(run.seed, "weights"))
     model = models.build(run.model, task.classes, task.shape[0], arms.model_arguments(run.arm))
     weights, before = digest(model.state_dict().values()), kept(model)
-    drop, flags = _inject(run, model, len(split.train), torch.zeros(2, *task.shape))
+    drop, plan = _inject(run, model, len(split.train), torch.zeros(2, *task.shape))
     model.to(device, memory_format=memory_format(run))  # type: ignore[call-overload]
     forward = models.LinearProbe(model) if run.arm.kind == "probe" else model
     optimizer, decay = _optimizer(run, model, len(split.train))
     if drop and run.arm.p is not None:
         drop.follow(optimizer)
     torch.manual_seed(seed_of(run.seed, "masks", 0))
-    return RunSetup(run, task, split, model, forward, optimizer, decay, drop, flags, device, weights, before)
+    return RunSetup(run, task, split, model, forward, optimizer, decay, drop, plan, device, weights, before)
 
 
 def memory_format(run: Run) -> torch.memory_format:
@@ -107,16 +107,16 @@ def steps_of(run: Run, train_images: int) -> int:
 
 def _inject(
     run: Run, model: nn.Module, train_images: int, example: Tensor
-) -> tuple[hookdrop.Injection | None, list[str]]:
+) -> tuple[hookdrop.Injection | None, hookdrop.Plan | None]:
     """Place the hooks. The plan's warnings become flags in the report; any later warning is an error."""
     spec = arms.injection(run.arm, model, example)
     if spec is None:
-        return None, []
+        return None, None
     settings: Any = {"total_steps": steps_of(run, train_images), "example_input": example}
-    flags = hookdrop.plan(model, spec, **settings).warnings
+    plan = hookdrop.plan(model, spec, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hookdrop.HookdropWarning)
-        return hookdrop.inject(model, spec, **settings), flags
+        return hookdrop.inject(model, spec, **settings), plan
 
 
 def _optimizer(run: Run, model: nn.Module, train_images: int) -> tuple[Optimizer, LRScheduler]:

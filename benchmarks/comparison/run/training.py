@@ -20,14 +20,14 @@ from torch.nn.functional import cross_entropy
 from comparison.data.catalog import loader
 from comparison.run import metrics
 from comparison.run.footprint_check import changes, digest
-from comparison.run.record import Outcome, Record, ValidationPoint, environment
+from comparison.run.record import Outcome, Record, environment
 from comparison.run.run_setup import RunSetup, prepare, steps_of
 from comparison.spec import arms
 from comparison.spec.run_spec import Run
 
 MEASURED_PART = 20
 """The dropped fraction is measured in the last 1/20 of the epochs, where the rate is within 5 % of its target."""
-CURVE_POINTS, CHECKED_IMAGES = 8, 200
+CHECKED_IMAGES = 200
 SECONDS = 20.0
 """Minimum time between checkpoints."""
 
@@ -39,9 +39,6 @@ class History:
     first_loss: float = math.nan
     train_loss: list[float] = field(default_factory=list)
     batches: list[str] = field(default_factory=list)
-    validation: list[ValidationPoint] = field(default_factory=list)
-    rates: list[tuple[int, float]] = field(default_factory=list)
-    ramp_end: int | None = None
     steps: int = 0
 
 
@@ -110,8 +107,6 @@ def execute(run: Run, scratch: Path) -> Record:
 def train(setup: RunSetup, checkpoint: Checkpoint) -> tuple[History, Any]:
     """Train from the checkpoint to the last epoch, and measure the dropped fraction in the last epochs."""
     done, history = checkpoint.load()
-    if not done:
-        _note_rate(setup, history)
     last = _last_epoch(setup)
     measured, from_epoch = None, last - max(1, last // MEASURED_PART) + 1
     with ExitStack() as stack:
@@ -119,11 +114,6 @@ def train(setup: RunSetup, checkpoint: Checkpoint) -> tuple[History, Any]:
             if setup.drop and epoch == from_epoch:
                 measured = stack.enter_context(setup.drop.recording(last=0)).totals
             _train_epoch(setup, history, epoch)
-            _note_rate(setup, history)
-            if epoch == last or epoch % math.ceil(last / CURVE_POINTS) == 0:
-                indices = setup.split.validation
-                scores = metrics.score(setup.logits(indices), setup.task.labels_N[indices])
-                history.validation.append({"epoch": epoch, "accuracy": scores.accuracy, "nll": scores.nll})
             if epoch < from_epoch - 1 and checkpoint.due():
                 checkpoint.save(epoch, history)
     return history, measured
@@ -157,7 +147,6 @@ def _train_epoch(setup: RunSetup, history: History, epoch: int) -> None:
         seen.append(indices_B)
         losses.append(step(setup, setup.placed(x_BCHW), y_B.to(setup.device)))
         history.steps += 1
-        _note_ramp(setup, history)
     numbers = torch.stack(losses).tolist()
     if not all(map(math.isfinite, numbers)):
         first = next(i for i, loss in enumerate(numbers) if not math.isfinite(loss))
@@ -167,18 +156,6 @@ def _train_epoch(setup: RunSetup, history: History, epoch: int) -> None:
         history.first_loss = numbers[0]
     history.train_loss.append(statistics.fmean(numbers))
     history.batches.append(digest(seen))
-
-
-def _note_rate(setup: RunSetup, history: History) -> None:
-    if setup.rate is not None:
-        history.rates.append((history.steps, setup.rate))
-        _note_ramp(setup, history)
-
-
-def _note_ramp(setup: RunSetup, history: History) -> None:
-    rate, target = setup.rate, setup.drop.target_p if setup.drop else None
-    if rate is not None and target is not None and history.ramp_end is None and abs(rate - target) <= 1e-9:
-        history.ramp_end = history.steps
 
 
 def _last_epoch(setup: RunSetup) -> int:
@@ -201,16 +178,13 @@ def _outcome(setup: RunSetup, history: History, measured: Any) -> tuple[Outcome,
     outcome: Outcome = {
         "call": arms.text_at_rate(run.arm),
         "sites": len(drop.sites) if drop else 0,
-        "flags": setup.flags,
+        "flags": setup.plan.warnings if setup.plan else [],
         "weights_before": setup.weights,
         "weights_after": digest(setup.model.state_dict().values()),
         "batches": history.batches,
         "first_loss": history.first_loss,
         "train_loss": history.train_loss,
-        "validation": history.validation,
-        "rates": history.rates,
         "rate_at_end": setup.rate,
-        "ramp_end": history.ramp_end,
         "asked": measured.asked if asks else None,
         "dropped": measured.dropped if drops else None,
         "changes": changes(setup.model, drop, setup.images(scored[:CHECKED_IMAGES]), setup.footprint) if drop else None,

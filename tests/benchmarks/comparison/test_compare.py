@@ -150,7 +150,7 @@ class TestInvalidRequests:
             ("name: resnet10t", "name: resnet10", "resnet10 on digits: no model is named 'resnet10'"),
             ("name: digits,", "name: digit,", "no dataset is named 'digit'"),
             ("train_size: 40", "train_size: 4000", "train_size=4000 is out of range"),
-            ("layer*.*.bn2", "layer5.*", "DropBlock on resnet10t: "),
+            ("layer*.*.bn2", "layer5.*", "DropBlock on resnet10t on digits: "),
             ("DropBlock(p=0.1, block_size=3)", "TokenDropout(p=0.1)", "TokenDropout"),
             ("DropBlock(p=0.1, block_size=3)", "DropBlock(p=0.1, block_size=0)", "mine.yaml: arms[0]: "),
             ("title: A", "title: [A", "mine.yaml: invalid YAML: "),
@@ -164,8 +164,8 @@ class TestInvalidRequests:
     def test_all_errors_of_cells_are_reported_together(self, tmp_path: Path) -> None:
         wrong = TINY.replace("layer*.*.bn2", "layer5.*").replace("drop_prob=0.1)", 'drop_prob=0.1)", layers: "nose')
         text = self.error(tmp_path, wrong)
-        assert "DropBlock on resnet10t: " in text
-        assert "timm.DropPath (equal p) on resnet10t: " in text
+        assert "DropBlock on resnet10t on digits: " in text
+        assert "timm.DropPath (equal p) on resnet10t on digits: " in text
         assert text.count("Nothing was trained.") == 1
 
     def test_missing_config_file(self, tmp_path: Path) -> None:

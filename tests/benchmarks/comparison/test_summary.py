@@ -14,7 +14,7 @@ from scipy.stats import ttest_1samp
 
 from comparison.analysis import text
 from comparison.analysis.inference import holm
-from comparison.analysis.schema import METRICS, ArmSummary, Band, Cell, Difference, Spread, Summary
+from comparison.analysis.schema import METRICS, ArmSummary, Cell, Difference, Spread, Summary
 from comparison.analysis.summary import summarize
 from comparison.report.table import WIDTH, table
 from comparison.run import metrics
@@ -55,10 +55,7 @@ def record_of(run: Run, shift: float = 0.0, **changed: Any) -> Record:
         batches=[f"epoch {run.seed}.{epoch}" for epoch in (1, 2)],
         first_loss=2.3,
         train_loss=[1.0 + run.seed, 0.5 + run.seed],
-        validation=[{"epoch": 2, "accuracy": 80.0 + run.seed, "nll": 0.5}],
-        rates=[(0, 0.0), (10, 0.1)] if active else [],
         rate_at_end=run.arm.p,
-        ramp_end=10 + run.seed if active else None,
         asked=0.1 if active else None,
         dropped=0.1 + 0.001 * run.seed if active else None,
         changes=[] if run.arm.call else None,
@@ -202,11 +199,8 @@ class TestSummary:
         assert block.dropped == pytest.approx(np.mean(dropped))
         assert block.dropped_half == pytest.approx((interval.high - interval.low) / 2)
         assert (block.call, block.sites, block.layers) == ("DropBlock(p=0.1, block_size=3)", 2, ["layer1.*"])
-        assert (block.asked, block.rate_at_end, block.ramp_end) == (pytest.approx(0.1), pytest.approx(0.1), 17)
+        assert (block.asked, block.rate_at_end) == (pytest.approx(0.1), pytest.approx(0.1))
         assert block.flags == ["a block covers its map"]
-        assert block.train_loss == Band(x=[1, 2], low=[2.75, 2.25], median=[4.5, 4.0], high=[6.25, 5.75])
-        assert (block.rate.x, block.rate.median) == ([0, 10], [0.0, 0.1])
-        assert (block.validation_accuracy.x, block.validation_accuracy.median) == ([2], [83.5])
         assert (block.time, block.memory) == COST
 
     def test_equal_environments_are_merged(self, made: Made) -> None:

@@ -91,8 +91,7 @@ class TestOutcome:
         outcome = dropblock.outcome
         assert outcome is not None
         assert outcome["steps"] == 8
-        assert outcome["rates"] == [(2 * epoch, pytest.approx(0.2 * epoch / 4)) for epoch in range(5)]
-        assert (outcome["rate_at_end"], outcome["ramp_end"]) == (0.2, 8)
+        assert outcome["rate_at_end"] == 0.2
 
     def test_requested_and_dropped_rates_of_the_last_epochs(self, dropblock: Record) -> None:
         outcome = dropblock.outcome
@@ -138,13 +137,12 @@ class TestOutcome:
         record = made(tmp_path, stage="tuning")
         assert record.outcome is not None
         assert record.outcome["scored_images"] == 40
-        assert record.outcome["nll"] == pytest.approx(record.outcome["validation"][-1]["nll"])
 
 
 class TestSettings:
     def test_max_steps_stops_early(self, tmp_path: Path) -> None:
         outcome = outcome_of(tmp_path, arm=DROPBLOCK, max_steps=3)
-        assert (outcome["steps"], outcome["ramp_end"], len(outcome["train_loss"])) == (3, None, 2)
+        assert (outcome["steps"], len(outcome["train_loss"])) == (3, 2)
 
     def test_bfloat16_trains_with_autocast(self, none: Outcome, tmp_path: Path) -> None:
         outcome = outcome_of(tmp_path, precision="bfloat16", max_steps=2)
