@@ -189,30 +189,26 @@ class Check:
 
 
 def rates(found: Injected) -> dict[str, Any]:
-    """Compare the measured drop rate of each kind of regularizer with the rates of its sites."""
+    """Compare the measured drop rate with the rates of the sites."""
     planned = {site.name: site for site in found.plan.sites}
-    by_kind: dict[str, list[tuple[Any, int, float]]] = {}
-    for name, measured in found.totals.sites.items():
-        if measured.elements:
-            site = planned[name]
-            is_block = isinstance(site.regularizer, hookdrop.DropBlock)
-            area = BLOCK ** (len(site.shape or ()) - 2) if is_block else 1
-            by_kind.setdefault(label(site.regularizer), []).append((measured, area, site.p))
-    require(by_kind, "no element was regularized in training")
-    deviation = 0.0
-    for name, sites in by_kind.items():
-        total = sum(site.elements for site, _, _ in sites)
-        dropped = sum(site.zeroed for site, _, _ in sites) / total
-        asked = sum(p * site.elements for site, _, p in sites) / total
-        # The elements of a block are dropped together, and the number of a few blocks is not normally distributed.
-        error = sum(p * (1 - p) * area * site.elements for site, area, p in sites) ** 0.5 / total
-        bound = STANDARD_ERRORS * (error + max(area for _, area, _ in sites) / total)
-        deviation = max(deviation, round(abs(dropped - asked) / error, 2))
-        text = f"{name} dropped {dropped:.5f} of {total} elements, expected {asked:.3g}"
-        require(abs(dropped - asked) <= bound, text)
-    elements = sum(site.elements for site in found.totals.sites.values())
-    asked, dropped = round(found.totals.asked, 6), round(found.totals.dropped, 6)
-    return {"elements": elements, "asked": asked, "dropped": dropped, "deviation": deviation}
+    sites = [(planned[name], one) for name, one in found.totals.sites.items() if one.elements]
+    total = sum(one.elements for _, one in sites)
+    require(total, "no element was regularized in training")
+    dropped, asked = found.totals.dropped, sum(site.p * one.elements for site, one in sites) / total
+    # The elements of a block are dropped together, and the number of a few blocks is not normally distributed.
+    areas = [_area(site) for site, _ in sites]
+    variances = (site.p * (1 - site.p) * area * one.elements for (site, one), area in zip(sites, areas, strict=True))
+    error = sum(variances) ** 0.5 / total
+    kinds = "/".join(sorted({label(site.regularizer) for site, _ in sites}))
+    text = f"{kinds} dropped {dropped:.5f} of {total} elements, expected {asked:.3g}"
+    require(abs(dropped - asked) <= STANDARD_ERRORS * (error + max(areas) / total), text)
+    deviation = round(abs(dropped - asked) / error, 2)
+    return {"elements": total, "asked": round(asked, 6), "dropped": round(dropped, 6), "deviation": deviation}
+
+
+def _area(site: Any) -> int:
+    is_block = isinstance(site.regularizer, hookdrop.DropBlock)
+    return BLOCK ** (len(site.shape or ()) - 2) if is_block else 1
 
 
 def choose_regularizers(plan: hookdrop.Plan) -> dict[str, hookdrop.Regularizer]:

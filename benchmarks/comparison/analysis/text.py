@@ -12,7 +12,7 @@ UNITS: dict[Metric, str] = {"accuracy": "points of accuracy", "nll": "nats", "ec
 
 
 def verdict(cell: Cell) -> str:
-    """One sentence: the best and the worst arm in accuracy, and what cannot be told apart."""
+    """One sentence: the best and the worst arm in accuracy, and what cannot be told apart from none."""
     none, where = f"“{cell.arms[0].name}”", f"On “{cell.title}”,"
     found = {name: of_arm["accuracy"] for name, of_arm in compared(cell).items()}
     if not found:
@@ -33,16 +33,10 @@ def verdict(cell: Cell) -> str:
             f"{high} and lowest with {low}."
         )
     text = f"{where} accuracy against {none} is highest with {high} and lowest with {low}"
-    same: list[str] = []
     if found[best].mean <= 0:
         text = f"{where} accuracy is highest with {none}; the closest is {high} and the lowest {low}"
-    else:
-        pairs = [pair for pair in cell.between if pair.metric == "accuracy" and best in (pair.a, pair.b)]
-        same = [pair.b if pair.a == best else pair.a for pair in pairs if not pair.difference.clear]
-    parts = [f"{_most(unclear, ranked)} cannot be told apart from {none}"] if unclear else []
-    others = [name for name in ranked if name != best]
-    parts += [f"{_most(same, others)} cannot be told apart from “{best}”"] if same else []
-    return "; ".join([text, *parts]) + "."
+    names = join([f"“{name}”" for name in unclear])
+    return f"{text}; {names} cannot be told apart from {none}." if unclear else f"{text}."
 
 
 def notes(cell: Cell) -> Iterator[str]:
@@ -124,14 +118,6 @@ def interval_text(found: Difference, metric: Metric) -> str:
     """Mean and interval over seeds, such as `+1.25 [+0.50, +2.00]`; a single pair has no interval."""
     mean, low, high = (f"{value:+.{DECIMALS[metric]}f}" for value in (found.mean, found.low, found.high))
     return f"{mean} [{low}, {high}]" if len(found.values) > 1 else f"{mean} [1 pair]"
-
-
-def _most(arms: Sequence[str], of: Sequence[str]) -> str:
-    """Quoted names, or the exceptions if there are few and the names are many."""
-    missing = [name for name in of if name not in arms]
-    few = len(arms) < 4 or len(missing) > 2
-    names = join([f"“{name}”" for name in (arms if few else missing)])
-    return names if few else f"all others but {names}" if missing else "all others"
 
 
 def join(items: Sequence[str]) -> str:

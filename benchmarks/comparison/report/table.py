@@ -11,7 +11,6 @@ import pandas as pd
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
 from comparison.analysis.schema import DECIMALS, METRICS, ArmSummary, Cell, Metric
@@ -63,19 +62,15 @@ def _row(arm: ArmSummary) -> list[str]:
 
 @contextmanager
 def watch(console: Console, total: int, title: str) -> Iterator[Callable[[Record], None]]:
-    """Yield a callback for finished runs: a progress bar; in a pipe, a line for every 10 % of the runs."""
+    """Yield a callback for finished runs, which prints a line for every 10 % of the runs."""
     say(console, f"{title}: {total} runs")
-    failed, done, started = 0, 0, time.perf_counter()
-    with Progress(*Progress.get_default_columns(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
+    finished, started = list[Record](), time.perf_counter()
 
-        def advance(record: Record) -> None:
-            nonlocal failed, done
-            failed, done = failed + (not record.done), done + 1
-            bar.update(task, completed=done, description=f"{title} ({failed} failed)" if failed else title)
-            # 10 % need not be an integer number of runs.
-            if not console.is_terminal and done * LINES // total > (done - 1) * LINES // total:
-                note = f" ({failed} failed)" if failed else ""
-                say(console, f"{done} of {total} runs{note} after {(time.perf_counter() - started) / 60:.1f} minutes")
+    def advance(record: Record) -> None:
+        finished.append(record)
+        done, failed = len(finished), sum(not one.done for one in finished)
+        if done * LINES // total > (done - 1) * LINES // total:  # 10 % need not be an integer number of runs
+            note = f" ({failed} failed)" if failed else ""
+            say(console, f"{done} of {total} runs{note} after {(time.perf_counter() - started) / 60:.1f} minutes")
 
-        yield advance
+    yield advance
