@@ -14,7 +14,6 @@ import argparse
 import copy
 import gc
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -39,7 +38,6 @@ BLOCKS, INPUTS, QUICK_INPUTS = "layer?.*", ((1, 224), (8, 224), (1, 64)), ((1, 3
 """Batch size and edge of the images. The cost of a hook is constant, so its share is largest in short forwards."""
 PAIRS = (("hooked", "clean"), ("empty hooks", "clean"), ("copy", "clean"), ("hooked", "empty hooks"))
 """The ratios. The last compares hookdrop with empty hooks."""
-LAYERS = ("layer3.*", "**.bn2", "**", nn.BatchNorm2d, re.compile(r"layer\d\.\d+\.conv\d"))
 REGULARIZER = DropBlock(p=0.1, block_size=7)
 CALLS, SITE_COUNTS = 1000, (1, 50, 100, 1000, 10_000)
 SITES_EVERY = 5
@@ -167,24 +165,10 @@ def sites(options: argparse.Namespace, console: Console) -> Rows:
     return rows
 
 
-def plan(options: argparse.Namespace, console: Console) -> Rows:
-    """Plan for a resnet50, without an example."""
-    jobs: dict[str, Job] = {}
-    for library, make in MODELS.items():
-        model = make()
-        for layers in LAYERS:
-            name = layers.__name__ if isinstance(layers, type) else repr(layers)
-            jobs[f"plan, {library}, {name}"] = partial(hookdrop.plan, model, REGULARIZER, layers=layers)
-    samples = measure(jobs, options.rounds)
-    warn_if_busy(console, samples, "plans")
-    return {name: [1e3 * seconds for seconds in found.seconds.values()] for name, found in samples.items()}
-
-
 ROWS: dict[str, tuple[str, int, Callable[[argparse.Namespace, Console], Rows]]] = {
     "forward": ("Eval forward of a resnet50 with a hook on each of its 16 blocks: ratios of times", 4, forward),
     "call": ("Time added to the call of a layer: microseconds", 2, call),
     "sites": ("1 to 10,000 sites: microseconds per site, and the exponent of their number", 3, sites),
-    "plan": ("plan(resnet50): milliseconds", 2, plan),
 }
 """By name: the title, the number of decimals, and the function that measures."""
 

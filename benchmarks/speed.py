@@ -20,12 +20,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-import numpy as np
-import pandas as pd
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -93,9 +89,7 @@ def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     pairs = [*PAIRS, *(_without_kernel(*pair) for pair in PAIRS)]
     pairs += [(name, peers.LIMIT) for name in implementations if name != peers.LIMIT]
     title = f"\nForward + backward, p = {peers.P}, block_size = {peers.BLOCK}, a mask per channel unless shared"
-    found = race(title, cases(options.shapes, implementations, options.device), pairs, options, console)
-    draw_bars(options.json.with_name("bars.png"), found)
-    return found
+    return race(title, cases(options.shapes, implementations, options.device), pairs, options, console)
 
 
 def _without_kernel(over: str, under: str) -> tuple[str, str]:
@@ -125,9 +119,7 @@ def growth(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     sizes = cases(_growth_shapes(options.elements, options.device), chosen, options.device)
     settings = {"rounds": max(GROWTH_ROUNDS, options.rounds // 3), "most": MAX_SECONDS}
     pairs = [(name, peers.LIMIT) for name in GROWTH_NAMES[1:]]
-    found = race("\nTensor sizes", sizes, pairs, options, console, **settings)
-    draw_growth(options.json.with_name("growth.png"), found)
-    return found
+    return race("\nTensor sizes", sizes, pairs, options, console, **settings)
 
 
 def _growth_shapes(limit: float, device: str) -> list[peers.Shape]:
@@ -137,37 +129,6 @@ def _growth_shapes(limit: float, device: str) -> list[peers.Shape]:
     powers = [10 ** (half / 2) for half in range(6, 1 + math.floor(2 * math.log10(max(most, 1e4)) + 1e-9))]
     maps = [SMALL_MAP if elements < 1e4 else MAP for elements in powers]
     return [(4, max(1, round(one / 4 / math.prod(sizes))), *sizes) for one, sizes in zip(powers, maps, strict=True)]
-
-
-def draw_bars(path: Path, found: Mapping[str, Any]) -> None:
-    """Draw the time of each implementation relative to the limit, with quartiles, a color for each shape."""
-
-    def table(end: str) -> pd.DataFrame:
-        every = {
-            shape: pd.Series({pair: of[end] for pair, of in one["ratios"].items()}) for shape, one in found.items()
-        }
-        return pd.DataFrame(every).filter(like=f"/ {peers.LIMIT}", axis="index")
-
-    low, median, high = map(table, ("low", "median", "high"))
-    error = np.stack([median - low, high - median]).T.swapaxes(1, 2)
-    with plt.style.context("tableau-colorblind10"):
-        axes = median.plot.barh(xerr=error, logx=True, figsize=(9, 8), width=0.8, capsize=2)
-    axes.invert_yaxis()
-    axes.axvline(1, color="black")
-    axes.set(xlabel="ratio of times within a round, forward + backward: median and quartiles; shorter is faster")
-    axes.figure.savefig(path, dpi=110, bbox_inches="tight")
-
-
-def draw_growth(path: Path, found: Mapping[str, Any]) -> None:
-    """Draw time over elements, both on log scales."""
-    times = {
-        math.prod(peers.shape(shape)): {name: of["milliseconds"]["median"] for name, of in one["times"].items()}
-        for shape, one in found.items()
-    }
-    with plt.style.context("tableau-colorblind10"):
-        axes = pd.DataFrame(times).T.plot(loglog=True, style=["o-", "D-", "s-", "^-", "v-"], figsize=(9, 6))
-    axes.set(xlabel="elements", ylabel="milliseconds, forward + backward: median over the rounds")
-    axes.figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 def memory(options: argparse.Namespace, console: Console) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def check_study(study: Study) -> Findings:
         where = f"{model.name} on {data.name}"
         try:
             run = study.run(data, model, NONE, 0)
-            found.remarks[run.cell] = check(data, study.seeds, study.config.batch_size)
+            found.remarks[run.cell] = check(data, study.seeds)
             prepare(run)
         except Exception as error:  # of any library
             errors.append(_text(where, error))

@@ -85,12 +85,10 @@ class TestSpeed:
         assert dropped[peers.LIMIT] == 0
         assert dropped[peers.BATCH] > 0
 
-    def test_figures_are_drawn_and_piped_output_is_not_truncated_or_colored(self, speed: Speed) -> None:
-        text, _, out = speed
+    def test_piped_output_is_not_truncated_or_colored(self, speed: Speed) -> None:
+        text, _, _ = speed
         assert "…" not in text
         assert "\x1b" not in text
-        for name in ("bars.png", "growth.png"):
-            assert (out / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_single_part_without_the_kernel(tmp_path: Path) -> None:

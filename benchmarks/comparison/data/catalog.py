@@ -89,7 +89,7 @@ LOADERS: dict[str, Callable[[Data], Task]] = {
 }
 
 
-def check(data: Data, seeds: range, batch_size: int) -> list[str]:
+def check(data: Data, seeds: range) -> list[str]:
     """Check that the data is available, and that each seed has another training set. Return notes for the report.
 
     Missing CIFAR files are downloaded here, in a single process. Training on all images is allowed: the seeds then
@@ -99,8 +99,6 @@ def check(data: Data, seeds: range, batch_size: int) -> list[str]:
     splits = [task.split(data.train_size, data.validation_size, seed) for seed in seeds]
     count, size = len(task.skipped), len(splits[0].train)
     notes = [f"{task.name}: skipped {count:,} unreadable image{'s' * (count > 1)}."] if count else []
-    if size < batch_size:
-        notes.append(f"{data.name}: each epoch is a single batch of {size} images (batch_size={batch_size}).")
     if size + len(splits[0].validation) == len(task.pool):
         shared = "All seeds train on the same images; they differ only in weights, order and augmentation."
         return [*notes, f"{task.name}: {shared}"]
@@ -111,9 +109,6 @@ def check(data: Data, seeds: range, batch_size: int) -> list[str]:
             "use fewer seeds or a smaller train_size,",
             "or no train_size: all seeds then train on all images, and differ in weights, order and augmentation",
         )
-    overlap = torch.isin(splits[0].train, splits[1].train).double().mean().item()
-    if overlap > 0.5:
-        notes.append(f"{task.name}: the training sets of two seeds share about {100 * overlap:.0f} % of their images.")
     return notes
 
 

@@ -35,7 +35,7 @@ def train(runs: Sequence[Run], job: work.Job, store: Store, scratch: Path, worke
                 unstored = future.result()
             except ProcessExpired as error:
                 # It may have been killed after it stored its record.
-                stored = store.get(run.key)
+                stored = store.records([run.key]).get(run.key)
                 lost = work.killed(run, f"exit code {error.exitcode}")
                 yield stored if stored and stored.done else store_record(store, lost)
             except Exception as error:

@@ -41,10 +41,6 @@ class Store:
         np.savez_compressed(file, allow_pickle=False, record=np.array(text), **record.images)
         replace_file(self._file(record.key), file.getvalue())
 
-    def get(self, key: str) -> Record | None:
-        """The record of one run."""
-        return self.records([key]).get(key)
-
     def records(self, keys: Iterable[str] | None = None) -> dict[str, Record]:
         """All records by their keys, or those of the given runs."""
         paths = sorted(self.path.glob("[!.]*.npz")) if keys is None else map(self._file, keys)

@@ -165,19 +165,13 @@ class TestSeeds:
         with pytest.raises(
             DataError, match="(?s)9 seeds need different training sets, but two of them draw the same 12"
         ):
-            check(data, range(9), 4)
+            check(data, range(9))
 
     def test_training_on_all_images_is_noted(self) -> None:
-        assert check(Data(name="digits"), range(3), 20) == [
+        assert check(Data(name="digits"), range(3)) == [
             "digits: All seeds train on the same images; they differ only in weights, order and augmentation."
         ]
-        assert check(Data(name="digits", train_size=100), range(3), 20) == []
-
-    def test_overlapping_training_sets_and_single_batches_are_noted(self) -> None:
-        single, overlap = check(Data(name="digits", train_size=700), range(3), 800)
-        assert single == "digits: each epoch is a single batch of 700 images (batch_size=800)."
-        # Each draws 700 of 800 images, so they share seven eighths.
-        assert re.fullmatch(r"digits: the training sets of two seeds share about 8[5-9] % of their images\.", overlap)
+        assert check(Data(name="digits", train_size=100), range(3)) == []
 
 
 class TestGlobalGenerator:
@@ -193,7 +187,7 @@ class TestGlobalGenerator:
 
         def everything(workers: int) -> list[Tensor]:
             catalog._load.cache_clear()
-            check(data, range(2), 4)
+            check(data, range(2))
             task = load(data)
             split = task.split(10, 3, 1)
             made = [task.source.images(split.validation), *split]
@@ -343,7 +337,7 @@ class TestCifar:
 
     def test_missing_files_without_a_network(self, write_cifar: Callable[[str], Path], tmp_path: Path) -> None:
         with pytest.raises(DataError) as error:
-            check(Data(name="cifar100", root=str(tmp_path)), range(2), 4)
+            check(Data(name="cifar100", root=str(tmp_path)), range(2))
         assert str(error.value) == (
             "cannot load or download 'cifar100': URLError: <urlopen error no network>\n"
             "  download: https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz\n"
@@ -399,7 +393,7 @@ class TestImageFolder:
         assert len(task.skipped) == 3
         assert per_class(task, torch.arange(17)) == [9, 8]
         assert task.source.images(torch.arange(17)).shape == (17, 3, 16, 16)
-        (note,) = check(Data(name=f"imagefolder:{folder}", image_size=16, train_size=4), range(2), 4)
+        (note,) = check(Data(name=f"imagefolder:{folder}", image_size=16, train_size=4), range(2))
         assert note == f"imagefolder:{folder}: skipped 3 unreadable images."
 
     def test_a_changed_file_is_checked_again(self, folder: Path) -> None:

@@ -71,7 +71,6 @@ class TestStore:
         for key in "abc":
             store.add(Record(key, {}, failure=NAN))
         assert list(store.records(["c", "a", "missing"])) == ["c", "a"]
-        assert store.get("missing") is None
 
     def test_numbers_that_are_not_finite_are_rejected(self, store: Store) -> None:
         with pytest.raises(ValueError, match="not JSON compliant"):

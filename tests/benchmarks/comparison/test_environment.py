@@ -41,6 +41,3 @@ class TestProgress:
         assert first == "Final runs: 20 runs"
         assert [line.split(" runs")[0] for line in lines] == [f"{n} of 20" for n in range(2, 21, 2)]
         assert "(1 failed)" in lines[-1]
-
-    def test_a_terminal_gets_a_bar(self) -> None:
-        assert "100%" in self.progress(force_terminal=True)

@@ -229,13 +229,6 @@ class TestSummary:
         assert "Not finished: 32 pairs missing." in said(cell, "Not finished")
         assert draw(cell)
 
-    def test_a_cell_requires_one_baseline_and_unique_names(self, made: Made) -> None:
-        bare = made.entry("none")
-        with pytest.raises(ValueError, match=r"exactly one arm without a regularizer .* as the baseline, got \[\]"):
-            summarize([entry for entry in made.entries if entry is not bare], made.records, {}, **HEAD)
-        with pytest.raises(ValueError, match="duplicate arm names: DropPath"):
-            summarize([*made.entries, made.entry("DropPath")], made.records, {}, **HEAD)
-
 
 class TestTestSets:
     """Two test sets of 100 and 300 images."""
