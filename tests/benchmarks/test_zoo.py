@@ -182,15 +182,6 @@ class TestFingerprints:
         flip_a_bit(layer.weight.data[0, place])
         assert fingerprint(layer) != before
 
-    def test_fingerprint_detects_order_and_sign(self) -> None:
-        layer = nn.Linear(20_002, 2, bias=False)
-        before = fingerprint(layer)
-        swapped, negative = layer.weight.data.clone(), -layer.weight.data
-        swapped[0, :2] = swapped[0, [1, 0]]
-        for changed in (swapped, negative):
-            layer.weight.data = changed
-            assert fingerprint(layer) != before
-
     def test_outputs_are_compared_bit_for_bit(self) -> None:
         nan, zero = torch.tensor([float("nan")]), torch.zeros(1)
         assert bit_equal([nan, zero], [nan.clone(), zero.clone()])

@@ -168,12 +168,6 @@ class TestIntervals:
             assert high >= theirs[1] - 1e-6
             assert np.isfinite([low, high]).all()
 
-    def test_limits_are_at_most_five_times_the_t_interval(self) -> None:
-        """With few values, some resamples have almost no spread: uncapped, the limit would be thousands of times wider."""
-        values = np.array([0.0, 0.1, 0.2, 0.1, 3.0, 0.3])
-        half = student(values)[1] - values.mean()
-        assert intervals.over_seeds(values)[1] == pytest.approx(values.mean() + 5 * half)
-
     def test_limits_match_a_loop_over_bootstrap_t_samples(self) -> None:
         values = np.array([0.0, 0.15, 0.22, 0.4, 1.0, 0.3])
         ratios = []
