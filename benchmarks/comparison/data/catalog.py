@@ -121,7 +121,8 @@ def loader(
     data loading processes.
     """
     order = torch.randperm(len(split_train), generator=generator(seed, "order", epoch))
-    batches = [part for part in split_train[order].split(batch_size) if len(part) == min(batch_size, len(order))]
+    parts = torch.split(split_train[order], batch_size)
+    batches = [part for part in parts if len(part) == min(batch_size, len(order))]
     dataset = _Epoch(task, batches, seed, epoch)
     # Without its own generator, the loader would draw the workers' seeds from the global one.
     own = generator(seed, "workers", epoch)
