@@ -8,12 +8,12 @@ export PYTHON
 demo: .venv/compare
 	$(BIN)/python benchmarks/compare.py --config benchmarks/configs/quick.yaml --out runs/demo
 
-# On a machine with a GPU, within 8 minutes: tests, times and a page in benchmarks/results/<device>.
+# On a machine with a GPU, within 8 minutes: tests and times, with a page in benchmarks/results/<device>.
 gpu:
 	@command -v nvidia-smi > /dev/null || command -v rocm-smi > /dev/null || \
 		{ echo "make gpu: this machine has no GPU driver (neither nvidia-smi nor rocm-smi)."; exit 1; }
 	@$(MAKE) --no-print-directory .venv/dev
-	@$(BIN)/python benchmarks/gpu.py
+	@timeout 480 bash benchmarks/gpu.sh $(BIN)/python
 
 gallery: .venv/dev
 	$(BIN)/python examples/gallery.py --out docs

@@ -96,15 +96,12 @@ ACTIONS: dict[str, tuple[Callable[[], Calls], int, int | None]] = {
 
 
 def main() -> None:
-    """Print a table and, with `--functions`, the calls by function."""
+    """Print a table."""
     table = new_table("", "action", "calls", "maximum", "files", "maximum ")
     for name, (action, *limits) in ACTIONS.items():
         calls = action()
         most = ["-" if limit is None else str(limit) for limit in limits]
         table.add_row(name, str(calls.total()), most[0], str(len(files(calls))), most[1])
-        if "--functions" in sys.argv[1:]:
-            for (file, function), number in calls.most_common():
-                print(f"{number:5} {file}:{function}")
     table.add_row("schedule evaluations in step() with 50 sites", str(schedule_evaluations()), "1", "-", "-")
     make_console().print(table)
 

@@ -18,9 +18,9 @@ try:
     from rich.console import Console
 
     from comparison import costs, preview
+    from comparison.analysis import text
     from comparison.analysis.schema import Summary
     from comparison.analysis.summary import Costs, summarize
-    from comparison.analysis.text import join
     from comparison.engines import local, ray
     from comparison.engines.store import Folder, StoreError, replace_file
     from comparison.engines.work import EngineError, Runner
@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(args: argparse.Namespace, console: Console) -> int:
     started = time.perf_counter()
-    config, text = options.config_of(args)
-    study = Study(config, args.only, args.command)
+    config, written = options.config_of(args)
+    study = Study(config, args.only)
     found = preview.check_study(study)
     for name, planned in found.plans.items():
         say(console, f"{name}: {planned}\n")
@@ -68,19 +68,18 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
         if args.dry_run:
             say(console, f"{preview.outlook(study, folder.store, args.workers)}\nDry run: nothing was trained.")
             return 0
-        amendments = folder.claim(config, args.amend)
+        folder.claim(config)
         entries, records = _run(study, folder, console, args)
         summary = summarize(
             entries,
             records,
-            _costs(entries, records, folder, console, config.timing),
+            _costs(entries, records, console, config.timing),
             found.remarks,
             title=config.title,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            command=args.whole_command,
-            config=text,
+            command=args.command,
+            config=written,
             seeds=config.seeds,
-            amendments=amendments,
             notes=_partial_note(study),
         )
         return _report(summary, folder, console, time.perf_counter() - started)
@@ -102,16 +101,14 @@ def _run(
 def _partial_note(study: Study) -> list[str]:
     """A note for the report if `--only` excludes arms."""
     excluded = [arm.name for arm in study.config.all_arms() if study.only and arm.name not in study.only]
-    text = (
-        f"This is a partial comparison without {join(excluded)}. Holm's correction covers only the arms shown. "
+    note = (
+        f"This is a partial comparison without {text.join(excluded)}. Holm's correction covers only the arms shown. "
         "Use the complete comparison, which corrects for all arms, to choose between them."
     )
-    return [text] if excluded else []
+    return [note] if excluded else []
 
 
-def _costs(
-    entries: Sequence[Entry], records: Mapping[str, Record], folder: Folder, console: Console, seconds: float
-) -> Costs:
+def _costs(entries: Sequence[Entry], records: Mapping[str, Record], console: Console, seconds: float) -> Costs:
     """Measure time and memory ratios by cell and arm in a separate process; skip arms without a finished run."""
     if not seconds:
         return {}
@@ -120,7 +117,7 @@ def _costs(
     entries = [entry for entry in entries if done & {run.key for run in entry.runs.values()}]
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            return pool.submit(costs.measure, entries, seconds, folder.costs).result()
+            return pool.submit(costs.measure, entries, seconds).result()
     except Exception as error:
         # A failure to measure costs must not lose the results of the runs.
         say(console, f"Timing failed; the report has no costs: {type(error).__name__}: {error}")
@@ -129,11 +126,11 @@ def _costs(
 
 def _report(summary: Summary, folder: Folder, console: Console, seconds: float) -> int:
     """Print the results, write the report, and return the exit status."""
-    for note in (*summary.notes, *summary.amendments):
+    for note in summary.notes:
         say(console, f"Note: {note}")
     for cell in summary.cells:
         console.print(table(cell))
-        say(console, "\n".join([*cell.words, ""]))
+        say(console, "\n".join([text.verdict(cell), *text.notes(cell), *text.control_sentences(cell), ""]))
     for failure in summary.failures:
         say(console, f"FAILED: {failure.cell}, {failure.arm}, seed {failure.seed}: {failure.kind}: {failure.message}")
     # A partial comparison must not overwrite the complete report.

@@ -7,7 +7,6 @@ verifies their checksums. Nothing is installed, and no script of a package is ex
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -26,41 +25,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("data"), help="folder for the packages (default: data)")
     root = parser.parse_args(argv).root
-    try:
-        for vendor in VENDORS:
-            print(fetch(root, vendor))
-    except (OSError, subprocess.CalledProcessError, tarfile.TarError) as error:
-        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
-        names = " and ".join(str(folder(root, vendor)) for vendor in VENDORS)
-        print(
-            f"Cannot download the images with npm, which Node.js includes: {reason}.\n  run this again,\n"
-            f"  or unpack version {VERSION} of the npm packages as {names}",
-            file=sys.stderr,
-        )
-        return 1
+    for vendor in VENDORS:
+        target, package = folder(root, vendor), f"emoji-datasource-{vendor}@{VERSION}"
+        try:
+            print(f"{target}: {package if fetch(root, vendor) else 'already there'} ({LICENSES[vendor]})")
+        except (OSError, subprocess.CalledProcessError, tarfile.TarError) as error:
+            reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+            print(
+                f"Cannot download {package} with npm, which Node.js includes: {reason}.\n  run this again,\n"
+                f"  or unpack version {VERSION} of the npm package as {target}",
+                file=sys.stderr,
+            )
+            return 1
     return 0
 
 
-def fetch(root: Path, vendor: str) -> str:
-    """Download and unpack a vendor's package, unless it is there. Return a description of it."""
-    target, package = folder(root, vendor), f"emoji-datasource-{vendor}@{VERSION}"
+def fetch(root: Path, vendor: str) -> bool:
+    """Download and unpack a vendor's package. Return False if it is there."""
+    target = folder(root, vendor)
     if target.is_dir():
-        return f"{target}: already there; delete it to download {package} again"
+        return False
     root.mkdir(parents=True, exist_ok=True)
     wanted = tuple(f"package/{name}" for name in ("package.json", "emoji.json", "LICENSE", "README.md"))
     with tempfile.TemporaryDirectory(dir=root) as temporary:
+        package = f"emoji-datasource-{vendor}@{VERSION}"
         command = ["npm", "pack", package, "--silent", "--pack-destination", temporary]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        archive = next(Path(temporary).glob("*.tgz"))
-        size = archive.stat().st_size
-        with tarfile.open(archive) as files:
+        with tarfile.open(next(Path(temporary).glob("*.tgz"))) as files:
             members = [one for one in files if one.name.startswith((*wanted, f"package/img/{vendor}/64/"))]
             files.extractall(temporary, members, filter="data")
         # A folder with this name is complete, even if the download is interrupted.
         shutil.move(Path(temporary, "package"), target)
-    about = json.loads((target / "package.json").read_text())
-    images = len(list((target / "img" / vendor / "64").iterdir()))
-    return f"{target}: {package}, {size / 1e6:.0f} MB, {images:,} images ({LICENSES[vendor]}), {about['homepage']}"
+    return True
 
 
 if __name__ == "__main__":

@@ -12,18 +12,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-import torchvision
-from timm.layers.drop import drop_block_2d, drop_path
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import peers
 from hookdrop import functional
 from program import make_console, new_table
 
-P, BLOCK, SHAPE = 0.1, 7, (32, 256, 28, 28)
+SHAPE = (32, 256, 28, 28)
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 FILLS = ("bernoulli_", "fill_", "normal_", "random_", "uniform_", "zero_")
 """In-place operations that do not read the tensor, like those whose names end in `_like`."""
@@ -68,27 +66,11 @@ def forward(
     return counter
 
 
-drop_block = partial(functional.drop_block, p=P, block_size=BLOCK)
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "x * c": lambda x: x * 1.25,
-    "hookdrop DropBlock, batch": drop_block,
-    "hookdrop DropBlock, sample": partial(drop_block, normalize="sample"),
-    "hookdrop DropBlock, expected": partial(drop_block, normalize="expected"),
-    "hookdrop DropBlock, None": partial(drop_block, normalize=None),
-    "hookdrop DropBlock, shared": partial(drop_block, per_channel=False),
-    "torchvision drop_block2d": partial(torchvision.ops.drop_block2d, p=P, block_size=BLOCK),
-    "timm drop_block_2d, per channel": partial(drop_block_2d, drop_prob=P, block_size=BLOCK, couple_channels=False),
-    "timm drop_block_2d, shared": partial(drop_block_2d, drop_prob=P, block_size=BLOCK),
-    "hookdrop Dropout": partial(functional.dropout, p=P),
-    "F.dropout": partial(F.dropout, p=P),
-    "hookdrop Dropout2d": partial(functional.dropout2d, p=P),
-    "F.dropout2d": partial(F.dropout2d, p=P),
-    "hookdrop DropPath": partial(functional.drop_path, p=P),
-    "timm drop_path": partial(drop_path, drop_prob=P, training=True),
-    "hookdrop GaussianNoise": partial(functional.gaussian_noise, std=P),
-    "x + P * torch.randn_like(x)": lambda x: x + P * torch.randn_like(x),
-    "hookdrop UniformNoise": partial(functional.uniform_noise, beta=P),
-    "x * (1 + P * (2 * torch.rand_like(x) - 1))": lambda x: x * (1 + P * (2 * torch.rand_like(x) - 1)),
+FUNCTIONS = peers.calls() | {
+    "hookdrop GaussianNoise": partial(functional.gaussian_noise, std=peers.P),
+    "x + p * torch.randn_like(x)": lambda x: x + peers.P * torch.randn_like(x),
+    "hookdrop UniformNoise": partial(functional.uniform_noise, beta=peers.P),
+    "x * (1 + p * (2 * torch.rand_like(x) - 1))": lambda x: x * (1 + peers.P * (2 * torch.rand_like(x) - 1)),
 }
 
 

@@ -14,7 +14,6 @@ import argparse
 import copy
 import gc
 import math
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -39,10 +38,9 @@ BLOCKS, INPUTS, QUICK_INPUTS = "layer?.*", ((1, 224), (8, 224), (1, 64)), ((1, 3
 """Batch size and edge of the images. The cost of a hook is constant, so its share is largest in short forwards."""
 PAIRS = (("hooked", "clean"), ("empty hooks", "clean"), ("copy", "clean"), ("hooked", "empty hooks"))
 """The ratios. The last compares hookdrop with empty hooks."""
-LAYERS = ("layer3.*", "**.bn2", "**", nn.BatchNorm2d, re.compile(r"layer\d\.\d+\.conv\d"))
 REGULARIZER = DropBlock(p=0.1, block_size=7)
-CALLS, STEP_SITES, SITE_COUNTS = 1000, 50, (1, 10, 100, 1000, 10_000)
-SITE_JOBS, SITES_EVERY = ("inject", "step", "find", "remove"), 5
+CALLS, SITE_COUNTS = 1000, (1, 50, 100, 1000, 10_000)
+SITES_EVERY = 5
 """Placing thousands of hooks is slow, so it runs once in this many rounds."""
 NEVER, RESAMPLES = 10**8, 2000
 """A step that no measurement reaches; the number of bootstrap samples."""
@@ -112,7 +110,6 @@ def call(options: argparse.Namespace, console: Console) -> Rows:
     x, others = torch.ones(1, 4, 8, 8), ("clean", "another module without a hook", "an empty function as hook")
     cases: dict[str, nn.Module] = {name: Tiny() for name in others}
     cases["an empty function as hook"].register_forward_hook(empty)
-    cases["in an nn.Sequential instead"] = nn.Sequential(Tiny(), nn.Identity())
 
     def hooked(**arguments: Any) -> nn.Module:
         module = Tiny()
@@ -125,16 +122,14 @@ def call(options: argparse.Namespace, console: Console) -> Rows:
         module(x)  # The first call checks the shape, even at rate 0.
     cases |= {
         "hookdrop, eval": hooked().eval(),
-        "hookdrop, eval, at the input": hooked(at="input").eval(),
         "hookdrop, training, disabled": off,
         "hookdrop, training, rate 0": zero,
         # These hooks also check whether the layer is being trained and the schedule advances, or read the RNG state,
         # since a checkpoint may recompute a forward without gradients.
         "hookdrop, training, a schedule waits": waiting,
         "hookdrop, training without gradients": zero,
-        "hookdrop, eval with gradients, never trained": hooked().eval(),
     }
-    gradients = {name for name in cases if "training, " in name or "with gradients" in name}
+    gradients = {name for name in cases if "training, " in name}
     jobs = {name: partial(_call, module, x, name in gradients) for name, module in cases.items()}
     samples = measure(jobs, options.rounds)
     warn_if_busy(console, samples, "calls")
@@ -148,82 +143,32 @@ def _call(module: nn.Module, x: Tensor, gradients: bool) -> None:
 
 
 def sites(options: argparse.Namespace, console: Console) -> Rows:
-    """Inject, step, find and remove at 1 to 10,000 sites with different rates, with garbage collection enabled."""
-    times = {(job, count): Samples() for job in SITE_JOBS for count in SITE_COUNTS}
-    models = {count: _sequence(count) for count in SITE_COUNTS}
-    for turn in range(-1, max(1, options.rounds // SITES_EVERY)):
+    """Inject, step, find and remove at 1 to 10,000 sites with different rates."""
+    rows: Rows = {}
+    models = {count: nn.Sequential(*(Tiny() for _ in range(count))) for count in SITE_COUNTS}
+    for _ in range(max(1, options.rounds // SITES_EVERY)):
         for count, model in models.items():
-            found: dict[str, Samples] = {job: times[job, count] if turn >= 0 else Samples() for job in SITE_JOBS}
-            gc.collect()
-            _time(found["inject"], turn, partial(_inject_ramp, model))
+            schedule = LinearSchedule(NEVER)
+            place = partial(hookdrop.inject, model, REGULARIZER, layers="*", p_scale="depth", schedule=schedule)
+            seconds = {"inject": time_call(place, 1, "cpu")[0]}
             drop = next(iter(hookdrop.find(model)))
             drop.step()  # the first one is different
             gc.collect()  # a full collection would take longer than the step
-            _time(found["step"], turn, drop.step)
-            _time(found["find"], turn, partial(hookdrop.find, model))
-            _time(found["remove"], turn, drop.remove)
-    warn_if_busy(console, {f"{job}, {count}": found for (job, count), found in times.items()}, "sites")
-    rows = {
-        f"{job}, {count:,} sites": [1e6 / count * time for time in found.seconds.values()]
-        for (job, count), found in times.items()
-    }
-    for job in SITE_JOBS:  # the exponent of the number of sites in the time: 1 is linear
-        most, least = times[job, 10_000].seconds, times[job, 100].seconds
-        rows[f"slope of {job}, 100 to 10,000 sites"] = [math.log10(most[turn] / least[turn]) / 2 for turn in most]
+            for job in (drop.step, partial(hookdrop.find, model), drop.remove):
+                seconds[getattr(job, "__name__", "find")] = time_call(job, 1, "cpu")[0]
+            for name, time in seconds.items():
+                rows.setdefault(f"{name}, {count:,} sites", []).append(1e6 / count * time)
+    for name in seconds:  # the exponent of the number of sites in the time: 1 is linear
+        most, least = (rows[f"{name}, {count} sites"] for count in ("10,000", "100"))
+        slopes = [1 + math.log10(above / below) / 2 for above, below in zip(most, least, strict=True)]
+        rows[f"slope of {name}, 100 to 10,000 sites"] = slopes
     return rows
-
-
-def _sequence(count: int) -> nn.Sequential:
-    return nn.Sequential(*(Tiny() for _ in range(count)))
-
-
-def _inject_ramp(model: nn.Module) -> hookdrop.Injection:
-    return hookdrop.inject(model, REGULARIZER, layers="*", p_scale="depth", schedule=LinearSchedule(NEVER))
-
-
-def _time(samples: Samples, turn: int, job: Job) -> None:
-    samples.seconds[turn], samples.faults[turn], samples.switches[turn] = time_call(job, 1, "cpu")
-
-
-def plan(options: argparse.Namespace, console: Console) -> Rows:
-    """Plan for a resnet50, without an example."""
-    jobs: dict[str, Job] = {}
-    for library, make in MODELS.items():
-        model = make()
-        for layers in LAYERS:
-            name = layers.__name__ if isinstance(layers, type) else repr(layers)
-            jobs[f"plan, {library}, {name}"] = partial(hookdrop.plan, model, REGULARIZER, layers=layers)
-    samples = measure(jobs, options.rounds)
-    warn_if_busy(console, samples, "plans")
-    return {name: [1e3 * seconds for seconds in found.seconds.values()] for name, found in samples.items()}
-
-
-def step(options: argparse.Namespace, console: Console) -> Rows:
-    """Measure steps of a schedule with 50 sites of different rates, and what `follow` adds to an optimizer step."""
-    models = {name: _sequence(STEP_SITES) for name in ("stepped", "followed", "clean")}
-    drop, followed = (_inject_ramp(models[name]) for name in ("stepped", "followed"))
-    optimizers = {name: torch.optim.SGD(model.parameters(), 0.1) for name, model in models.items()}
-    followed.follow(optimizers["followed"])
-    for model in models.values():
-        model(torch.ones(1, 4, 8, 8))
-    jobs: dict[str, Job] = {
-        "optimizer": optimizers["clean"].step,
-        "step": drop.step,
-        "seek": lambda: drop.seek(drop.step_count + 1),
-        "follow": optimizers["followed"].step,
-    }
-    samples = measure(jobs, options.rounds)
-    warn_if_busy(console, samples, "steps")
-    rows = {name: [1e3 * seconds for seconds in samples[name].seconds.values()] for name in ("step", "seek")}
-    return rows | {"follow": compared(samples, "follow", "optimizer", 1e3)}
 
 
 ROWS: dict[str, tuple[str, int, Callable[[argparse.Namespace, Console], Rows]]] = {
     "forward": ("Eval forward of a resnet50 with a hook on each of its 16 blocks: ratios of times", 4, forward),
     "call": ("Time added to the call of a layer: microseconds", 2, call),
     "sites": ("1 to 10,000 sites: microseconds per site, and the exponent of their number", 3, sites),
-    "plan": ("plan(resnet50): milliseconds", 2, plan),
-    "step": (f"step, seek and follow with {STEP_SITES} sites: milliseconds", 3, step),
 }
 """By name: the title, the number of decimals, and the function that measures."""
 

@@ -60,10 +60,10 @@ class Implementation:
         return run
 
 
-def implementations(p: float = P, block: int = BLOCK, device: str = "cpu") -> dict[str, Implementation]:
-    """Return all implementations by name, including variants without the compiled kernel if it is available."""
+def calls(p: float = P, block: int = BLOCK) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return the functions of hookdrop, of other libraries and of PyTorch, by name."""
     drop_block = partial(functional.drop_block, p=p, block_size=block)
-    calls: dict[str, Callable[[Tensor], Tensor]] = {
+    return {
         LIMIT: lambda x: x * 1.25,
         BATCH: drop_block,
         SAMPLE: partial(drop_block, normalize="sample"),
@@ -76,20 +76,18 @@ def implementations(p: float = P, block: int = BLOCK, device: str = "cpu") -> di
         TORCH_DROPOUT2D: partial(F.dropout2d, p=p),
         DROPOUT: partial(functional.dropout, p=p),
         DROPOUT2D: partial(functional.dropout2d, p=p),
-    }
-    found = {name: Implementation(name, call) for name, call in calls.items()}
-    if device == "cpu" and kernel.available():
-        found |= {name + NO_KERNEL: Implementation(name + NO_KERNEL, calls[name], True) for name in _COMPILED}
-    return found
-
-
-def drop_paths(p: float = P) -> dict[str, Implementation]:
-    """Return hookdrop's drop_path and timm's. Few numbers are drawn, so their dropped fractions vary."""
-    calls = {
         DROP_PATH: partial(functional.drop_path, p=p),
         TIMM_DROP_PATH: partial(drop_path, drop_prob=p, training=True),
     }
-    return {name: Implementation(name, call) for name, call in calls.items()}
+
+
+def implementations(p: float = P, block: int = BLOCK, device: str = "cpu") -> dict[str, Implementation]:
+    """Return all implementations by name, including variants without the compiled kernel if it is available."""
+    found = {name: Implementation(name, call) for name, call in calls(p, block).items()}
+    if device == "cpu" and kernel.available():
+        without = {name + NO_KERNEL: found[name].call for name in _COMPILED}
+        found |= {name: Implementation(name, call, no_kernel=True) for name, call in without.items()}
+    return found
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Compare the speed of hookdrop with other libraries, forward and backward: `python benchmarks/speed.py`.
 
 All implementations run in one process, at the same p and block size, on the same tensors. The results are ratios of
-times within a round (see timing.py); absolute times are not compared. The last part measures memory.
+times within a round (see timing.py); absolute times are not compared.
+The last part measures memory and the dropped fractions.
 
 The limit is `x * c`, forward and backward, which reads and writes each element once. Allocating memory takes most of
 its time: glibc returns large freed buffers to the system, and reusing them causes a page fault per 4 KB. Whether a call
@@ -18,31 +19,26 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-import figures
 import peers
 import program
-from program import new_table, say
-from timing import Quartiles, Samples, measure, preempted_fraction, ratios, saved_storages, three_digits, warn_if_busy
+from timing import Case, race, saved_storages
 
-Pair = tuple[str, str]
-PAIRS: tuple[Pair, ...] = (
+PAIRS = (
     (peers.TORCHVISION, peers.BATCH),
     (peers.TIMM, peers.BATCH),
-    (peers.BATCH, peers.LIMIT),
-    (peers.EXPECTED, peers.LIMIT),
     (peers.TORCH_DROPOUT, peers.BATCH),
     (peers.SHARED, peers.TIMM_SHARED),
     (peers.DROPOUT, peers.TORCH_DROPOUT),
 )
-"""The ratios of times to report; those of hookdrop are also reported without its compiled kernel."""
-SMALL: tuple[Pair, ...] = (
+"""The ratios of times to report, besides those to the limit; those of hookdrop also without its compiled kernel."""
+SMALL = (
     (peers.BATCH, peers.TORCHVISION),
     (peers.DROPOUT, peers.TORCH_DROPOUT),
     (peers.DROPOUT2D, peers.TORCH_DROPOUT2D),
@@ -50,7 +46,7 @@ SMALL: tuple[Pair, ...] = (
 )
 SMALL_SHAPES, SMALL_BLOCK = ((4, 16, 7, 7), (16, 8, 7, 7), (8, 64, 7, 7), (8, 64, 14, 14)), 3
 """From 3,000 elements; 1,000 to 100 million are in the growth part."""
-SIZES, RATES = (7, 13, 21), (0.01, 0.1, 0.3, 0.5)
+SIZES = (7, 13, 21)
 GROWTH_NAMES = (peers.LIMIT, peers.BATCH, peers.TORCHVISION, peers.TIMM, peers.TORCH_DROPOUT)
 MAP, SMALL_MAP, GROWTH_ROUNDS = (28, 28), (14, 14), 3
 """The maps of the growth part, from 1e4 elements and below; the minimum number of rounds per size."""
@@ -78,121 +74,52 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def cases(
+    shapes: Iterable[peers.Shape], implementations: Mapping[str, peers.Implementation], device: str
+) -> Iterable[Case]:
+    """Yield the jobs at each shape, forward and backward on the same tensors."""
+    for shape in shapes:
+        x, grad = peers.make_inputs(shape, device)
+        yield peers.format_shape(shape), {name: one.job(x, grad) for name, one in implementations.items()}
+
+
 def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Compare all implementations at each shape."""
-    say(
-        console,
-        f"float32, forward + backward, p = {peers.P}, block_size = {peers.BLOCK}, a mask per channel unless 'shared'. "
-        "Ratios of times within a round: median [quartiles].\n",
-    )
-    found: dict[str, dict[str, Any]] = {}
-    for shape in options.shapes:
-        name = peers.format_shape(shape)
-        say(console, f"timing at {name} ...")
-        implementations = peers.implementations(device=options.device)
-        samples = _measure(shape, implementations, options, console)
-        numbers = {
-            name: {
-                "over_limit": ratios(samples, name, peers.LIMIT)._asdict(),
-                "dropped": peers.dropped_fraction(implementation, shape, device=options.device),
-                **samples[name].numbers(),
-            }
-            for name, implementation in implementations.items()
-        }
-        pairs = [*PAIRS, *(_without_kernel(*pair) for pair in PAIRS)]
-        of_pairs = {" / ".join(pair): ratios(samples, *pair)._asdict() for pair in pairs if {*pair} <= {*samples}}
-        found[name] = {"contestants": numbers, "ratios": of_pairs, "disturbed_turns": preempted_fraction(samples)}
-    heads = [column for shape in found for column in (f"{shape}\ntime / ({peers.LIMIT})", "dropped\nfraction")]
-    shown = new_table("\nTimes relative to the limit, and measured dropped fractions", "\nregularizer", *heads)
-    for name in numbers:
-        results = [of_shape["contestants"][name] for of_shape in found.values()]
-        cells = [(str(Quartiles(**one["over_limit"])), f"{one['dropped']:.3f}") for one in results]
-        shown.add_row(name, *(text for both in cells for text in both))
-    console.print(shown)
-    shown = new_table("\nRatios of times", "", *found)
-    for pair in of_pairs:
-        shown.add_row(pair, *(str(Quartiles(**of_shape["ratios"][pair])) for of_shape in found.values()))
-    console.print(shown)
-    figures.draw_ratios(options.json.with_name("bars.png"), found)
-    return found
+    implementations = peers.implementations(device=options.device)
+    pairs = [*PAIRS, *(_without_kernel(*pair) for pair in PAIRS)]
+    pairs += [(name, peers.LIMIT) for name in implementations if name != peers.LIMIT]
+    title = f"\nForward + backward, p = {peers.P}, block_size = {peers.BLOCK}, a mask per channel unless shared"
+    return race(title, cases(options.shapes, implementations, options.device), pairs, options, console)
 
 
-def _without_kernel(over: str, under: str) -> Pair:
+def _without_kernel(over: str, under: str) -> tuple[str, str]:
     over, under = (name + peers.NO_KERNEL if name.startswith("hookdrop") else name for name in (over, under))
     return over, under
 
 
-def _measure(
-    shape: peers.Shape,
-    implementations: Mapping[str, peers.Implementation],
-    options: argparse.Namespace,
-    console: Console,
-    rounds: int | None = None,
-) -> dict[str, Samples]:
-    """Time forward and backward of each implementation on the same tensors."""
-    x, grad = peers.make_inputs(shape, options.device)
-    jobs = {name: implementation.job(x, grad) for name, implementation in implementations.items()}
-    samples = measure(jobs, rounds or options.rounds, options.device)
-    warn_if_busy(console, samples, peers.format_shape(shape))
-    return samples
-
-
 def small(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Compare the regularizers with their peers on small tensors, where the calls of operations are the cost."""
-    shown = new_table("\nSmall tensors: ratios of times", "shape", *(f"{over}\n/ {under}" for over, under in SMALL))
-    found = {}
-    implementations = peers.implementations(block=SMALL_BLOCK, device=options.device) | peers.drop_paths()
-    for shape in SMALL_SHAPES:
-        name, chosen = peers.format_shape(shape), {name: implementations[name] for pair in SMALL for name in pair}
-        samples = _measure(shape, chosen, options, console)
-        of_pairs = {" / ".join(pair): ratios(samples, *pair) for pair in SMALL}
-        numbers = {name: times.numbers() for name, times in samples.items()}
-        found[name] = {"contestants": numbers, "ratios": {pair: one._asdict() for pair, one in of_pairs.items()}}
-        shown.add_row(name, *map(str, of_pairs.values()))
-    console.print(shown)
-    return found
+    implementations = peers.implementations(block=SMALL_BLOCK, device=options.device)
+    chosen = {name: implementations[name] for pair in SMALL for name in pair}
+    return race("\nSmall tensors", cases(SMALL_SHAPES, chosen, options.device), SMALL, options, console)
 
 
 def blocks(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure the cost of larger blocks relative to blocks of 7, at the last shape."""
-    shape = options.shapes[-1]
-    of_sizes = {size: peers.implementations(block=size, device=options.device) for size in SIZES}
-    names = [name for name in of_sizes[SIZES[0]] if name.removesuffix(peers.NO_KERNEL) == peers.BATCH]
-    samples = _measure(
-        shape, {f"{name}, {size}": of_sizes[size][name] for name in names for size in SIZES}, options, console
-    )
-    title = f"Block sizes at {peers.format_shape(shape)}: time / time with block_size = {SIZES[0]}"
-    shown = new_table(title, "regularizer", *map(str, SIZES), "slowest / fastest")
-    found = {}
-    for name in names:
-        by_size = {size: ratios(samples, f"{name}, {size}", f"{name}, {SIZES[0]}") for size in SIZES}
-        medians = [ratio.median for ratio in by_size.values()]
-        spread = max(medians) / min(medians)
-        found[name] = {"ratios": {size: ratio._asdict() for size, ratio in by_size.items()}, "apart": spread}
-        shown.add_row(name, *map(str, by_size.values()), three_digits(spread))
-    console.print(shown)
-    return found
+    names = {size: f"{peers.BATCH}, blocks of {size}" for size in SIZES}
+    chosen = {names[size]: peers.implementations(block=size, device=options.device)[peers.BATCH] for size in SIZES}
+    pairs = [(names[size], names[SIZES[0]]) for size in SIZES[1:]]
+    return race("\nBlock sizes", cases(options.shapes[-1:], chosen, options.device), pairs, options, console)
 
 
 def growth(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure the cost by tensor size."""
-    names: list[str] = list(GROWTH_NAMES)
-    found: dict[int, dict[str, Any]] = {}
-    title = f"\nTensor sizes, maps of 28x28 (14x14 below 1e4): time / ({peers.LIMIT})"
-    shown = new_table(title, "elements", *names[1:])
     implementations = peers.implementations(device=options.device)
-    for shape in _growth_shapes(options.elements, options.device):
-        rounds, elements = max(GROWTH_ROUNDS, options.rounds // 3), math.prod(shape)
-        samples = _measure(shape, {name: implementations[name] for name in names}, options, console, rounds)
-        found[elements] = {name: times.numbers() for name, times in samples.items()}
-        cells = (str(ratios(samples, name, peers.LIMIT)) if name in samples else "-" for name in GROWTH_NAMES[1:])
-        shown.add_row(f"{elements:.1e}", *cells)
-        names = [name for name in names if max(samples[name].seconds.values()) <= MAX_SECONDS]
-        if peers.LIMIT not in names:
-            break
-    console.print(shown)
-    figures.draw_growth(options.json.with_name("growth.png"), found)
-    return {str(elements): numbers for elements, numbers in found.items()}
+    chosen = {name: implementations[name] for name in GROWTH_NAMES}
+    sizes = cases(_growth_shapes(options.elements, options.device), chosen, options.device)
+    settings = {"rounds": max(GROWTH_ROUNDS, options.rounds // 3), "most": MAX_SECONDS}
+    pairs = [(name, peers.LIMIT) for name in GROWTH_NAMES[1:]]
+    return race("\nTensor sizes", sizes, pairs, options, console, **settings)
 
 
 def _growth_shapes(limit: float, device: str) -> list[peers.Shape]:
@@ -205,27 +132,24 @@ def _growth_shapes(limit: float, device: str) -> list[peers.Shape]:
 
 
 def memory(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Print and return the bytes per element that each regularizer saves for backward, by shape and by rate.
+    """Print and return the bytes per element that each regularizer saves for backward, and the fraction it drops.
 
     Tensors that autograd saves stay alive from forward to backward, in all layers at the same time, and so limit the
     batch size. The input does not count, since the previous layer keeps it in any case.
     """
-
-    def by_shape(name: str, p: float) -> dict[str, float]:
-        implementation = peers.implementations(p, device=options.device)[name]
-        inputs = [torch.randn(shape, device=options.device, requires_grad=True) for shape in options.shapes]
-        return {peers.format_shape(x.shape): saved_bytes(implementation, x) / x.numel() for x in inputs}
-
-    every = peers.implementations(device=options.device)
-    ours = [name for name, one in every.items() if name.startswith("hookdrop") and not one.no_kernel]
-    at_p = {name: by_shape(name, peers.P) for name in every}
-    by_rate = {name: {str(p): by_shape(name, p) for p in RATES} for name in ours}
-    title = f"Bytes saved for backward per element, float32, p = {peers.P}, block_size = {peers.BLOCK}"
-    _print_bytes(console, title, at_p)
-    for shape in map(peers.format_shape, options.shapes):
-        rates = {name: {f"p = {p}": of[shape] for p, of in by_rate[name].items()} for name in ours}
-        _print_bytes(console, f"Bytes by rate at {shape}", rates)
-    return {"bytes_per_element": at_p, "by_rate": by_rate}
+    table = program.new_table(
+        "\nBytes saved per element, and dropped fraction", "", *map(peers.format_shape, options.shapes)
+    )
+    found: dict[str, dict[str, Any]] = {}
+    for name, one in peers.implementations(device=options.device).items():
+        for shape in options.shapes:
+            x, _ = peers.make_inputs(shape, options.device)
+            dropped = peers.dropped_fraction(one, shape, device=options.device)
+            numbers = {"bytes_per_element": saved_bytes(one, x) / x.numel(), "dropped": dropped}
+            found.setdefault(name, {})[peers.format_shape(shape)] = numbers
+        table.add_row(name, *(f"{of['bytes_per_element']:.4f} {of['dropped']:.3f}" for of in found[name].values()))
+    console.print(table)
+    return found
 
 
 def saved_bytes(implementation: peers.Implementation, x: Tensor) -> int:
@@ -234,13 +158,6 @@ def saved_bytes(implementation: peers.Implementation, x: Tensor) -> int:
         storages = saved_storages(lambda: implementation.call(x))
     storages.pop(x.untyped_storage().data_ptr(), None)
     return sum(storages.values())
-
-
-def _print_bytes(console: Console, title: str, numbers: Mapping[str, Mapping[str, float]]) -> None:
-    shown = new_table(title, "regularizer", *next(iter(numbers.values())))
-    for name, columns in numbers.items():
-        shown.add_row(name, *(f"{value:.4f}" for value in columns.values()))
-    console.print(shown)
 
 
 PARTS: dict[str, Callable[[argparse.Namespace, Console], dict[str, Any]]] = {

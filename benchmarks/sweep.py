@@ -28,6 +28,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from jinja2 import Environment, FileSystemLoader
 from pebble import ProcessExpired, ProcessPool
 
 from machine import machine_info
@@ -49,8 +50,6 @@ STATUSES = {
 }
 COVERED, FAILURES = ("passed", "batch"), ("failed", "crashed")
 NOT_COUNTED = ("no layers", "not built", "not run")
-LONGEST_LIST = 100
-"""Longer lists of models in families are left to the JSON file."""
 GIB = 2**30
 LIBRARIES = 4.0
 """GiB of address space that PyTorch and its libraries take, besides the models."""
@@ -220,66 +219,45 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def markdown(sweep: Sweep, results: dict[str, Any]) -> str:
-    """Format the page."""
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    found, counts = results["models"], totals(results["models"])
-    parts = [
-        f"# {sweep.title}",
-        f"Output of `{sweep.command}` on {results['hardware']}; {versions}.",
-        summary(results),
-        sweep.about,
-        *_statistics(found),
-        _table(("status", "models", "meaning"), [(s, counts[s], text) for s, text in STATUSES.items() if counts[s]]),
-        *(_list(sweep, status, [one for one in found if one["status"] == status]) for status in STATUSES),
-        _families([one for one in found if "family" in one]),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _statistics(found: Sequence[Record]) -> Iterator[str]:
-    """Summarize sites, drop rates, warnings and problems over the records that have them."""
+    """Format the page: sweep.md.j2 with what the records have in common."""
+    found = results["models"]
     sites: Counter[str] = Counter()
     for record in found:
         sites.update(record["sites"] if isinstance(record.get("sites"), dict) else {})
-    if sites:
-        yield f"Sites: {', '.join(f'{count:,} {kind}' for kind, count in sites.most_common())}."
-    if trained := [record for record in found if "dropped" in record]:
-        elements = sum(record["elements"] for record in trained)
-        dropped, asked = (sum(one[key] * one["elements"] for one in trained) / elements for key in ("dropped", "asked"))
-        yield (
-            f"One training step of each of {len(trained):,} models dropped {dropped:.4%} of {elements:,} elements; "
-            f"the requested rate is {asked:.4%}."
-        )
-    if not_finite := sum(record.get("finite") is False for record in found):
-        yield f"With random weights, {not_finite} models return NaN or infinity; their bits are compared."
-    for key, text in {"warnings": "Warnings of `plan` and `inject`", "problems": "Problems found by `check`"}.items():
-        if counts := Counter(kind for record in found for kind in set(record.get(key, ()))):
-            yield f"{text}:\n\n{_table(('message', 'models'), counts.most_common())}"
+    trained = [one for one in found if "dropped" in one]
+    elements = sum(one["elements"] for one in trained)
+    shown, families = _families([one for one in found if "family" in one])
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True)
+    text = environment.get_template("sweep.md.j2").render(
+        hardware=results["hardware"],
+        versions=results["versions"],
+        **{key: Counter(kind for one in found for kind in set(one.get(key, ()))) for key in ("warnings", "problems")},
+        **{key: sum(one[key] * one["elements"] for one in trained) / max(elements, 1) for key in ("dropped", "asked")},
+        sweep=sweep,
+        summary=summary(results),
+        sites=sites,
+        trained=len(trained),
+        elements=elements,
+        not_finite=sum(record.get("finite") is False for record in found),
+        statuses=[(status, count, STATUSES[status]) for status, count in totals(found).items() if count],
+        lists=[(status, [one for one in found if one["status"] == status]) for status in STATUSES],
+        reasons=lambda of: [(one["name"], one.get("error", "")) for one in of],
+        table=_table,
+        shown=shown,
+        families=families,
+    )
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def _list(sweep: Sweep, status: str, found: Sequence[Record]) -> str:
-    """List the models of a status with their reasons; if there are families, their table counts those that passed."""
-    in_families = bool(found) and "family" in found[0]
-    if not found or (in_families and status == "passed"):
-        return ""
-    if in_families and len(found) > LONGEST_LIST:
-        text = f"The last table counts them by family, and {sweep.name}.json has the reasons."
-    elif any("error" in one for one in found):
-        text = _table(("model", "reason"), [(one["name"], one.get("error", "")) for one in found])
-    else:
-        text = ", ".join(one["name"] for one in found) + "."
-    return f"## {status.capitalize()}: {len(found)}\n\n{text}"
-
-
-def _families(found: Sequence[Record]) -> str:
+def _families(found: Sequence[Record]) -> tuple[list[str], list[list[object]]]:
     """Return the number of models of each status by family; those of torchvision have a dot in their names."""
     if not found:
-        return ""
+        return [], []
     table = pd.DataFrame(found)
     counts = pd.crosstab(table["family"], table["status"], margins=True, margins_name="models").drop("models")
     shown = ["models", *(status for status in STATUSES if status in counts)]
     families = sorted(counts.index, key=lambda family: ("." in family, family))
-    return f"## Families\n\n{_table(('family', *shown), [(one, *counts.loc[one, shown]) for one in families])}"
+    return shown, [[one, *counts.loc[one, shown]] for one in families]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -8,20 +8,22 @@ median and the quartiles over the rounds.
 from __future__ import annotations
 
 import gc
+import math
 import random
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from program import say
+from program import new_table, say
 
 WARM_UPS = 3
 SLOW, SLOW_EVERY = 0.15, 3
@@ -71,6 +73,10 @@ class Samples:
         }
 
 
+Case = tuple[str, Mapping[str, Callable[[], object]]]
+"""The title of a column, and its jobs."""
+
+
 def measure(jobs: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, Samples]:
     """Run all jobs in random order in every round (slow jobs in every third), after `WARM_UPS` warm-up calls."""
     samples = {name: Samples() for name in jobs}
@@ -106,6 +112,32 @@ def time_call(job: Callable[[], object], repeats: int, device: str) -> tuple[flo
     after = resource.getrusage(resource.RUSAGE_SELF)
     faults, switches = after.ru_minflt - before.ru_minflt, after.ru_nivcsw - before.ru_nivcsw
     return seconds / repeats, faults / repeats, switches / repeats
+
+
+def race(
+    title: str, cases: Iterable[Case], pairs: Sequence[tuple[str, str]], options: Any, console: Console, **settings: Any
+) -> dict[str, Any]:
+    """Time the jobs of each case. Print the ratios of pairs of jobs, and return all numbers.
+
+    Settings: `rounds`, and `most`, the seconds after which a job is left out of the next cases.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    slow: set[str] = set()
+    for case, jobs in cases:
+        chosen = {name: job for name, job in jobs.items() if name not in slow}
+        samples = measure(chosen, settings.get("rounds", options.rounds), options.device)
+        warn_if_busy(console, samples, case)
+        slow |= {name for name, one in samples.items() if max(one.seconds.values()) > settings.get("most", math.inf)}
+        of_pairs = {" / ".join(pair): ratios(samples, *pair)._asdict() for pair in pairs if {*pair} <= {*samples}}
+        found[case] = {"times": {name: one.numbers() for name, one in samples.items()}, "ratios": of_pairs}
+    texts = {case: {pair: str(Quartiles(**one)) for pair, one in of["ratios"].items()} for case, of in found.items()}
+    table = pd.DataFrame(texts).fillna("-")
+    table = table.T if len(table.columns) > len(table) else table
+    shown = new_table(title, "ratios: median, quartiles", *table.columns)
+    for name, cells in table.iterrows():
+        shown.add_row(str(name), *cells)
+    console.print(shown)
+    return found
 
 
 def preempted_fraction(samples: Mapping[str, Samples]) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,7 @@ import peers
 import program
 from hookdrop import inject
 from hookdrop.recipes import patch_dropout, stochastic_depth
-from program import new_table
-from timing import measure, ratios, warn_if_busy
+from timing import Case, race
 
 CLEAN = "no dropping"
 LAYERS = ("layer3.*.conv*", "layer4.*.conv*")
@@ -60,47 +59,35 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=(*RESNETS, *VARIANTS), help="variants to time (default: all)")
     parser.add_argument("--batch", type=int, default=32, help="images (default: 32)")
     parser.add_argument("--pixels", type=int, default=224, help="size of an image for the ResNet (default: 224)")
-    parser.add_argument("--bfloat16", action="store_true", help="autocast to bfloat16, with channels_last")
     return parser.parse_args(argv)
 
 
 def compare(part: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Time the variants of each model of a part, and print a column for it."""
-    results: dict[str, Any] = {}
-    columns: dict[str, dict[str, str]] = {}
-    mode = "compiled" if part == "compiled" else "eager"
-    vit = part == "vit"
-    for name in options.vits if vit else [options.resnet]:
-        model, variants = (name, [*VARIANTS]) if vit else (f"{name}, {mode}", RESNETS)
-        chosen = [variant for variant in variants if variant == CLEAN or variant in options.only]
-        steps = {one: _vit_step(one, name, options) if vit else _resnet_step(one, mode, options) for one in chosen}
-        samples = measure(steps, options.rounds, options.device)
-        warn_if_busy(console, samples, model)
-        of_clean = {name: ratios(samples, name, CLEAN) for name in samples}
-        columns[model] = {name: str(ratio) for name, ratio in of_clean.items()}
-        results[model] = {name: {"ratio": of_clean[name]._asdict(), **samples[name].numbers()} for name in samples}
-    table = new_table("A training step: time / time without dropping", "variant", *columns)
-    for name in chosen:
-        table.add_row(name, *(column[name] for column in columns.values()))
-    console.print(table)
-    return results
+    """Time the variants of each model of a part."""
+    variants = [name for name in (VARIANTS if part == "vit" else RESNETS) if name in (CLEAN, *options.only)]
+
+    def cases() -> Iterator[Case]:
+        for name in options.vits if part == "vit" else [options.resnet]:
+            made = partial(_vit_step, name) if part == "vit" else partial(_resnet_step, part)
+            yield name, {variant: made(variant, options) for variant in variants}
+
+    pairs = [(variant, CLEAN) for variant in variants if variant != CLEAN]
+    return race(f"\nA training step, {part}", cases(), pairs, options, console)
 
 
-def _resnet_step(name: str, mode: str, options: argparse.Namespace) -> Step:
+def _resnet_step(part: str, name: str, options: argparse.Namespace) -> Step:
     model = torchvision.models.get_model(options.resnet, weights=None).to(options.device)
     images = torch.randn(options.batch, 3, options.pixels, options.pixels, device=options.device)
-    if options.bfloat16:
-        model, images = model.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)
     if name == "hookdrop":
         inject(model, hookdrop.DropBlock(peers.P, peers.BLOCK), layers=options.layers)
     elif name == "torchvision":
         drop = torchvision.ops.DropBlock2d(peers.P, peers.BLOCK)
         for site in hookdrop.plan(model, hookdrop.DropBlock(), layers=options.layers).sites:
             site.module.register_forward_hook(lambda layer, args, output: drop(output))
-    return _step(model, torch.compile(model) if mode == "compiled" else model, images, options)
+    return _step(model, torch.compile(model) if part == "compiled" else model, images, options)
 
 
-def _vit_step(name: str, architecture: str, options: argparse.Namespace) -> Step:
+def _vit_step(architecture: str, name: str, options: argparse.Namespace) -> Step:
     arguments, place = VARIANTS[name]
     model = timm.create_model(architecture, **arguments).to(options.device).train()
     place(model)
@@ -114,8 +101,7 @@ def _step(model: nn.Module, forward: Any, images: Tensor, options: argparse.Name
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step() -> None:
-        with torch.autocast(options.device, torch.bfloat16, enabled=options.bfloat16):
-            loss = nn.functional.cross_entropy(forward(images), labels)
+        loss = nn.functional.cross_entropy(forward(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

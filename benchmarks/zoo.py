@@ -7,7 +7,7 @@ meta device, and counted separately; `--again meta --workers 1 --memory GIB` che
 
 With `--recipe NAME`, the sites are those of a DropBlock recipe. Models that it refuses are counted separately.
 
-With `--workers 2`, a full run takes 90 minutes; sweep.py says how to resume it. It writes zoo.json and zoo.md.
+With `--workers 2`, a full run takes two hours; sweep.py says how to resume it. It writes zoo.json and zoo.md.
 """
 
 from __future__ import annotations

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-import hookdrop
 from comparison.analysis.inference import LEVEL, detectable, smallest_p
 from comparison.analysis.text import plural
-from comparison.data.catalog import check, load
+from comparison.data.catalog import check
 from comparison.engines.store import Store
-from comparison.run import models
 from comparison.run.run_setup import at_final_rate, prepare, steps_of
-from comparison.run.training import CURVE_POINTS, batch_of, step
-from comparison.spec import arms
+from comparison.run.training import batch_of, step
 from comparison.spec.config import NONE
-from comparison.spec.run_spec import ConfigError, Data, Model, Run
+from comparison.spec.run_spec import ConfigError, Run
 from comparison.spec.study import Study
 
 TIMED_STEPS = 3
@@ -39,44 +35,27 @@ def check_study(study: Study) -> Findings:
     """Load every dataset, build every model, plan every arm, and try a training step on two images."""
     found, errors = Findings({}, {}), list[str]()
     for data, model in study.config.cells():
+        where = f"{model.name} on {data.name}"
         try:
-            cell = study.run(data, model, NONE, 0).cell
-            found.remarks[cell] = check(data, study.seeds, study.config.batch_size)
-            with torch.random.fork_rng(devices=[]):
-                errors += _plan(study, data, model, found)
+            run = study.run(data, model, NONE, 0)
+            found.remarks[run.cell] = check(data, study.seeds)
+            prepare(run)
         except Exception as error:  # of any library
-            errors.append(_text(f"{model.name} on {data.name}", error))
-        errors += [] if errors else _try_steps(study, data, model)
+            errors.append(_text(where, error))
+            continue
+        for arm in study.arms:
+            try:
+                setup = at_final_rate(study.run(data, model, arm, study.config.first_seed))
+                x_BCHW, y_B = batch_of(setup)
+                step(setup, x_BCHW[:2], y_B[:2])
+            except Exception as error:
+                errors.append(_text(f"{arm.name} on {where}", error))
+            else:
+                if setup.plan:
+                    found.plans.setdefault(arm.name, str(setup.plan))
     if errors:
         raise ConfigError("\n\n".join([*errors, "Nothing was trained."]))
     return found
-
-
-def _plan(study: Study, data: Data, model: Model, found: Findings) -> Iterator[str]:
-    """Plan each arm, and yield the errors."""
-    task = load(data)
-    split = task.split(data.train_size, data.validation_size, study.config.first_seed)
-    built = models.build(model, task.classes, task.shape[0])
-    steps, example = steps_of(study.run(data, model, NONE, 0), len(split.train)), torch.zeros(2, *task.shape)
-    for arm in study.arms[1:]:
-        try:
-            if (spec := arms.injection(arm, built, example)) is not None:
-                plan = hookdrop.plan(built, spec, total_steps=steps, example_input=example)
-                found.plans.setdefault(arm.name, str(plan))
-        except (hookdrop.HookdropError, ValueError, TypeError, ImportError) as error:
-            yield _text(f"{arm.name} on {model.name}", error)
-
-
-def _try_steps(study: Study, data: Data, model: Model) -> Iterator[str]:
-    """Take one training step on two images with each arm at its full rate, and yield the errors."""
-    for arm in study.arms:
-        try:
-            with torch.random.fork_rng(devices=[]):
-                run = study.run(data, model, arm, 0).model_copy(update={"batch_size": 2, "compile": False})
-                setup = at_final_rate(run)
-                step(setup, *batch_of(setup))
-        except Exception as error:  # third-party models may raise anything
-            yield _text(f"cannot train {model.name} with {arm.name}", error)
 
 
 def _text(where: str, error: Exception) -> str:
@@ -100,7 +79,7 @@ def outlook(study: Study, store: Store, workers: int) -> str:
         missing = [run for key, run in wanted.items() if key not in known]
         for run in missing:
             if run.cell not in measured:
-                measured[run.cell] = estimate_seconds(run.model_copy(update={"arm": NONE, "compile": False}))
+                measured[run.cell] = estimate_seconds(run.model_copy(update={"arm": NONE}))
         seconds = [measured[run.cell] for run in missing]
         minutes += (START_SECONDS + max(*seconds, sum(seconds) / workers, 0.0)) / 60 if seconds else 0.0
         each = f", {statistics.fmean(seconds):.1f} s each" if seconds else ""
@@ -134,5 +113,5 @@ def estimate_seconds(run: Run) -> float:
     setup.logits(some)
     each = (time.perf_counter() - stepped) / len(some)
     steps = min(run.max_steps or 10**12, steps_of(run, len(setup.split.train)))
-    images = CURVE_POINTS * len(setup.split.validation) + len(setup.split.test)
+    images = len(setup.split.test)
     return (stepped - started) / TIMED_STEPS * steps + each * images

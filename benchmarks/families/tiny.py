@@ -1,7 +1,7 @@
 """Tiny models of every family of transformers, with random weights; nothing is downloaded.
 
 A family is a `model_type` with a base model (`AutoModel`). Its default config is made smaller by the names of its
-attributes, its sub-configs too. `OVERRIDES` has the families whose sizes depend on each other in another way.
+attributes, its sub-configs too. overrides.yaml has the families whose sizes depend on each other in another way.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import yaml
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
@@ -53,43 +55,7 @@ OFF = r"drop_path(_rate)?|fusion_droppath|.*layerdrop|mask_(time|feature)_prob|u
 TOKEN_ID = r".*_(token_ids?|token_index|id)"
 MULTIMODAL_ROPE = r".*(vl|4v|ocr|image|omni|compass|cosmos|qwen|glm4|hunyuan|v46).*"
 
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32}
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "autoformer": {"prediction_length": 8},
-    "bamba": _MAMBA | {"num_hidden_layers": 2, "attn_layer_indices": [1]},
-    "chameleon": {"vocabulary_map": {"<image>": 5}},
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "emu3": {"vocabulary_map": {"<image>": 5}},
-    "emu3_text_model": {"pad_token_id": 0},
-    "esm": {"vocab_size": 33, "pad_token_id": 1},
-    "falcon_h1": _MAMBA | {"mamba_d_ssm": 128},
-    "gemma3n_text": {
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "intermediate_size": [128, 128],
-        "activation_sparsity_pattern": [0.0, 0.0],
-        "num_kv_shared_layers": 0,
-    },
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
-    "informer": {"prediction_length": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 2},
-    "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
-    "longcat_flash": {"head_dim": HEAD // 2},
-    "lilt": {"hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 96},
-    "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1},
-    "nemotron": {"num_key_value_heads": 2},
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {
-        "axial_pos_embds_dim": [32, 32],
-        "axial_pos_shape": [8, 16],
-        "attn_layers": ["local", "lsh"],
-        "num_hidden_layers": 2,
-    },
-    "time_series_transformer": {"prediction_length": 8},
-    "timm_backbone": {"backbone": "resnet18"},
-    "xmod": {"default_language": "en_XX"},
-}
+OVERRIDES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("overrides.yaml").read_text())
 
 
 def names() -> list[str]:

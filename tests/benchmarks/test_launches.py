@@ -51,11 +51,11 @@ def test_drop_block(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        ("hookdrop Dropout", "F.dropout"),
-        ("hookdrop Dropout2d", "F.dropout2d"),
-        ("hookdrop DropPath", "timm drop_path"),
-        ("hookdrop GaussianNoise", "x + P * torch.randn_like(x)"),
-        ("hookdrop UniformNoise", "x * (1 + P * (2 * torch.rand_like(x) - 1))"),
+        ("hookdrop dropout", "F.dropout"),
+        ("hookdrop dropout2d", "F.dropout2d"),
+        ("hookdrop drop_path", "timm drop_path"),
+        ("hookdrop GaussianNoise", "x + p * torch.randn_like(x)"),
+        ("hookdrop UniformNoise", "x * (1 + p * (2 * torch.rand_like(x) - 1))"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -72,4 +72,4 @@ def test_the_counter_sees_every_operation_except_views_and_allocations() -> None
 
 def test_without_triton_drop_block_launches_many_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_dropblock, "usable", lambda device: False)
-    assert launches.forward(launches.drop_block).launches > 20
+    assert launches.forward(launches.FUNCTIONS["hookdrop batch"]).launches > 20

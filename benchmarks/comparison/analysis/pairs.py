@@ -41,14 +41,6 @@ class PairedArm:
 def paired(entries: Sequence[Entry], records: Mapping[str, Record]) -> list[PairedArm]:
     """The arms of one cell (none, the configured ones, the controls) with their complete pairs."""
     entries = sorted(entries, key=lambda entry: (entry.control != "", entry.arm.kind != "none"))
-    plain = [entry.arm.name for entry in entries if entry.arm.kind == "none" and not entry.control]
-    names = [entry.arm.name for entry in entries]
-    if len(plain) != 1:
-        raise ValueError(
-            f"{entries[0].cell}: exactly one arm without a regularizer is required as the baseline, got {plain}."
-        )
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{entries[0].cell}: duplicate arm names: {', '.join(twice)}. Names must be unique.")
     found = []
     for entry in entries:
         reasons = {seed: _reason(entry, entries[0], seed, records) for seed in sorted(entry.runs)}

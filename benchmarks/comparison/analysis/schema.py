@@ -61,31 +61,6 @@ class Difference(Part):
         return (self.verdict == "above") == (BETTER[metric] > 0)
 
 
-class Band(Part):
-    """Lower quartile, median and upper quartile over the seeds, at each x."""
-
-    x: list[float]
-    low: list[float]
-    median: list[float]
-    high: list[float]
-
-
-class Bin(Part):
-    """A calibration bin over all seeds: mean confidence, and fraction of correct predictions."""
-
-    confidence: float
-    accuracy: float
-    count: int
-
-
-class Site(Part):
-    """The requested rate and the dropped fraction of a site in the last steps."""
-
-    name: str
-    asked: float
-    dropped: float
-
-
 class Spread(Part):
     """Quartiles of the ratios of interleaved measurements."""
 
@@ -104,24 +79,16 @@ class ArmSummary(Part):
     layers: list[str]
     sites: int
     flags: list[str]  # hookdrop's warnings, such as a block that covers its whole map
-    command: str  # a shell command that reproduces this row
     runs: int
     asked: float | None  # mean requested rate in the measured forwards; None if nothing is dropped
     dropped: float | None
     dropped_half: float | None  # half-width of the 95 % t interval of `dropped` over the seeds
     rate_at_end: float | None
-    ramp_end: int | None  # the first optimizer step with the rate within 1e-9 of its target; None if never
-    realised: list[Site]
     values: dict[Metric, list[float]]  # one value per finished seed, in the order of `seeds`
     seeds: list[int]
     means: dict[Metric, float]
     against_none: dict[Metric, Difference] | None
     set_aside: dict[int, str]  # seeds without a complete pair, and the reasons
-    train_loss: Band
-    validation_accuracy: Band
-    validation_nll: Band
-    rate: Band  # over optimizer steps
-    calibration: list[Bin]
     tuning: Tuning | None
     like: Name = ""  # the arm whose tuned settings it uses, if any
     time: Spread | None  # of a training step at the final rate, relative to none
@@ -172,7 +139,6 @@ class Cell(Part):
     controls: Controls
     varied: list[str] = ["training set", "weights", "batch order", "augmentation", "masks"]  # between seeds
     remarks: list[str] = []  # notes on the data, such as that all seeds train on the same images
-    words: list[str] = []  # sentences: the verdict, the findings, the caveats
 
 
 class FailedRun(Part):
@@ -201,8 +167,7 @@ class Summary(Part):
     created: str  # ISO 8601, UTC
     command: str
     config: str  # the YAML text
-    seeds: int  # fixed before the first run, unless there are amendments
-    amendments: list[str] = []  # changes after the first run, with their reasons
+    seeds: int  # fixed before the first run
     notes: list[str] = []  # to be read first, such as that arms are left out
     cells: list[Cell]
     failures: list[FailedRun]

@@ -22,7 +22,7 @@ from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data, generator, suggest
 
 FOLDER = "imagefolder"
-TEST_DIGITS, NOISE = 797, 0.2
+TEST_DIGITS = 797
 _CIFAR: dict[str, tuple[Any, Any]] = {
     "cifar10": (datasets.CIFAR10, ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))),
     "cifar100": (datasets.CIFAR100, ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))),
@@ -49,10 +49,7 @@ def _load(data: Data) -> Task:
 
 
 def digits(data: Data) -> Task:
-    """Load scikit-learn's digits (1,797 of 8x8 pixels), enlarged to 32x32 pixels in [-1, 1].
-
-    `digits-noisy` has 20 % wrong training labels.
-    """
+    """Load scikit-learn's digits (1,797 of 8x8 pixels), enlarged to 32x32 pixels in [-1, 1]."""
     found = load_digits()
     size = data.image_size or 32
     x_N1HW = torch.tensor(found.images, dtype=torch.float32)[:, None] / 8 - 1
@@ -60,8 +57,7 @@ def digits(data: Data) -> Task:
     every, labels_N = torch.arange(len(x_N1HW)), torch.tensor(found.target, dtype=torch.int64)
     pool, test = train_test_split(every, test_size=TEST_DIGITS, stratify=found.target, random_state=0)
     source = stored(x_N1HW, size, data.augmentation, fill=-1.0)
-    noise = (NOISE if data.name == "digits-noisy" else 0.0) if data.label_noise is None else data.label_noise
-    return Task(data.name, 10, labels_N, pool.sort().values, test.sort().values, source, noise)
+    return Task(data.name, 10, labels_N, pool.sort().values, test.sort().values, source)
 
 
 def cifar(data: Data) -> Task:
@@ -81,12 +77,11 @@ def cifar(data: Data) -> Task:
     source = stored(x_NCHW, data.image_size, data.augmentation, statistics=statistics)
     pool, held = torch.arange(len(x_NCHW)).tensor_split([len(train)])
     labels_N = torch.tensor([*train.targets, *test.targets])
-    return Task(data.name, len(train.classes), labels_N, pool, held, source, data.label_noise or 0.0)
+    return Task(data.name, len(train.classes), labels_N, pool, held, source)
 
 
 LOADERS: dict[str, Callable[[Data], Task]] = {
     "digits": digits,
-    "digits-noisy": digits,
     "synthetic-cue": synthetic.load,
     "cifar10": cifar,
     "cifar100": cifar,
@@ -94,7 +89,7 @@ LOADERS: dict[str, Callable[[Data], Task]] = {
 }
 
 
-def check(data: Data, seeds: range, batch_size: int) -> list[str]:
+def check(data: Data, seeds: range) -> list[str]:
     """Check that the data is available, and that each seed has another training set. Return notes for the report.
 
     Missing CIFAR files are downloaded here, in a single process. Training on all images is allowed: the seeds then
@@ -104,8 +99,6 @@ def check(data: Data, seeds: range, batch_size: int) -> list[str]:
     splits = [task.split(data.train_size, data.validation_size, seed) for seed in seeds]
     count, size = len(task.skipped), len(splits[0].train)
     notes = [f"{task.name}: skipped {count:,} unreadable image{'s' * (count > 1)}."] if count else []
-    if size < batch_size:
-        notes.append(f"{data.name}: each epoch is a single batch of {size} images (batch_size={batch_size}).")
     if size + len(splits[0].validation) == len(task.pool):
         shared = "All seeds train on the same images; they differ only in weights, order and augmentation."
         return [*notes, f"{task.name}: {shared}"]
@@ -116,23 +109,21 @@ def check(data: Data, seeds: range, batch_size: int) -> list[str]:
             "use fewer seeds or a smaller train_size,",
             "or no train_size: all seeds then train on all images, and differ in weights, order and augmentation",
         )
-    overlap = torch.isin(splits[0].train, splits[1].train).double().mean().item()
-    if overlap > 0.5:
-        notes.append(f"{task.name}: the training sets of two seeds share about {100 * overlap:.0f} % of their images.")
     return notes
 
 
 def loader(
-    task: Task, split_train: Tensor, batch_size: int, seed: int, epoch: int, labels: Tensor, workers: int = 0
+    task: Task, split_train: Tensor, batch_size: int, seed: int, epoch: int, workers: int = 0
 ) -> DataLoader[Batch]:
-    """Iterate over the training images in an order that depends on seed and epoch; `labels` are those of the split.
+    """Iterate over the training images in an order that depends on seed and epoch.
 
     The last incomplete batch is dropped, unless it is the only one. The batches are bit-identical for any number of
     data loading processes.
     """
     order = torch.randperm(len(split_train), generator=generator(seed, "order", epoch))
-    batches = [part for part in torch.split(order, batch_size) if len(part) == min(batch_size, len(order))]
-    dataset = _Epoch(task, split_train, labels, batches, seed, epoch)
+    parts = torch.split(split_train[order], batch_size)
+    batches = [part for part in parts if len(part) == min(batch_size, len(order))]
+    dataset = _Epoch(task, batches, seed, epoch)
     # Without its own generator, the loader would draw the workers' seeds from the global one.
     own = generator(seed, "workers", epoch)
     return DataLoader(dataset, batch_size=None, num_workers=min(workers, len(batches)), generator=own)
@@ -143,9 +134,7 @@ class _Epoch(Dataset[Batch]):
     """A dataset whose items are batches, so that they do not depend on the worker that loads them."""
 
     task: Task
-    indices_N: Tensor
-    labels_N: Tensor
-    batches: list[Tensor]  # positions in `indices_N`
+    batches: list[Tensor]  # indices of the images
     seed: int
     epoch: int
 
@@ -153,5 +142,6 @@ class _Epoch(Dataset[Batch]):
         return len(self.batches)
 
     def __getitem__(self, i: int) -> Batch:
-        indices_B, y_B = self.indices_N[self.batches[i]], self.labels_N[self.batches[i]]
-        return indices_B, self.task.source.augmented(indices_B, self.seed, self.epoch), y_B
+        indices_B = self.batches[i]
+        x_BCHW = self.task.source.augmented(indices_B, self.seed, self.epoch)
+        return indices_B, x_BCHW, self.task.labels_N[indices_B]

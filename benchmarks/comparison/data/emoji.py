@@ -57,7 +57,6 @@ def load(data: Data) -> Task:
         pool,
         torch.cat([test, test + len(emoji)]),
         source,
-        data.label_noise or 0.0,
         test_sets={f"{VENDORS[0]}, the training vendor": ~other, f"{VENDORS[1]}, the other vendor": other},
         sha256=hashlib.sha256(b"".join(contents)).hexdigest(),
     )

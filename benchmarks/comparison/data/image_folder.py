@@ -53,7 +53,7 @@ def load(data: Data) -> Task:
         pool, test = hold_out(str(root), labels_N, classes, size, "or provide your own train/ and val/ folders")
     paths = tuple(path for folder in folders for path, _ in folder.samples)
     source = files(paths, data.image_size or SIDE, data.augmentation)
-    return Task(data.name, len(classes), labels_N, pool, test, source, data.label_noise or 0.0, skipped=skipped)
+    return Task(data.name, len(classes), labels_N, pool, test, source, skipped=skipped)
 
 
 def _parts(root: Path) -> list[tuple[Path, bool]]:

@@ -14,8 +14,7 @@ from torchvision.transforms import v2
 
 from comparison.spec.run_spec import seed_of
 
-Augmentation = Literal["none", "shift", "crop-flip"]
-SHIFT = 2
+Augmentation = Literal["none", "crop-flip"]
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -56,11 +55,15 @@ class Source:
 def stored(
     x_NCHW: Tensor, side: int | None, augmentation: Augmentation, fill: float = 0.0, **statistics: Any
 ) -> Source:
-    """Images in one tensor, resized to `side`; pixels beyond the edges are `fill`, in the units of the tensor."""
+    """Images in one tensor, resized to `side`; pixels beyond the edges are `fill`, in the units of the tensor.
+
+    `crop-flip` moves an image by up to an eighth of its side, and flips it or not.
+    """
     channels, own = x_NCHW.shape[1:3]
     side = side or own
     fit = v2.Identity() if side == own else v2.Resize([side, side], antialias=True)
-    augment = None if augmentation == "none" else v2.Compose([fit, *_moved(augmentation, side, fill)])
+    moved = [v2.RandomCrop(side, padding=max(1, side // 8), fill=fill), v2.RandomHorizontalFlip()]
+    augment = None if augmentation == "none" else v2.Compose([fit, *moved])
     return Source(x_NCHW.__getitem__, (channels, side, side), fit, augment, **statistics)
 
 
@@ -70,11 +73,8 @@ def files(paths: tuple[str, ...], side: int, augmentation: Augmentation) -> Sour
     `crop-flip` is RandomResizedCrop with a horizontal flip.
     """
     fit = v2.Compose([v2.Resize([side], antialias=True), v2.CenterCrop(side)])
-    augment = {
-        "none": None,
-        "shift": v2.Compose([fit, *_moved("shift", side, 0)]),
-        "crop-flip": v2.Compose([v2.RandomResizedCrop(side), v2.RandomHorizontalFlip()]),
-    }[augmentation]
+    moved = v2.Compose([v2.RandomResizedCrop(side), v2.RandomHorizontalFlip()])
+    augment = None if augmentation == "none" else moved
     return Source(partial(_file, paths), (3, side, side), fit, augment, IMAGENET)
 
 
@@ -82,10 +82,3 @@ def _file(paths: tuple[str, ...], index: int) -> Tensor:
     with Image.open(paths[index]) as image:
         x_CHW: Tensor = v2.functional.pil_to_tensor(image.convert("RGB"))
     return x_CHW
-
-
-def _moved(augmentation: Augmentation, side: int, fill: float) -> list[v2.Transform]:
-    """`shift` moves an image by up to 2 pixels; `crop-flip` by up to an eighth of its side, and flips it or not."""
-    if augmentation == "shift":
-        return [v2.RandomCrop(side, padding=SHIFT, fill=fill)]
-    return [v2.RandomCrop(side, padding=max(1, side // 8), fill=fill), v2.RandomHorizontalFlip()]

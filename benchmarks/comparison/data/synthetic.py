@@ -64,12 +64,12 @@ def load(data: Data) -> Task:
         raise DataError(
             f"augmentation='crop-flip' changes the class of {data.name!r} images: the flip mirrors the orientation of "
             "the wave.",
-            "use 'shift' or 'none'",
+            "use 'none'",
         )
     pool, test = generate(POOL, size, "pool", without=False), generate(TEST, size, "test", without=True)
     source = stored(torch.cat([pool.x_N1HW, test.x_N1HW]), size, data.augmentation)
     labels_N, every = torch.cat([pool.y_N, test.y_N]), torch.arange(POOL + TEST)
-    return Task(data.name, CLASSES, labels_N, every[:POOL], every[POOL:], source, data.label_noise or 0.0)
+    return Task(data.name, CLASSES, labels_N, every[:POOL], every[POOL:], source)
 
 
 def glyphs() -> Tensor:

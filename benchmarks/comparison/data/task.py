@@ -39,7 +39,6 @@ class Task:
     pool: Tensor  # indices of the images that are not test images
     test: Tensor
     source: Source
-    label_noise: float = 0.0  # fraction of wrong training labels
     skipped: tuple[str, ...] = ()  # unreadable files
     test_sets: Mapping[str, Tensor] = field(default_factory=dict)
     """Test sets with separate results, as bool masks over `test`; empty for a single one."""
@@ -69,20 +68,6 @@ class Task:
         draws = generator(seed, "train")
         counts = _even(per_class(rest, self.labels_N, self.classes), train_size, draws)
         return Split(_drawn(rest, self.labels_N, counts, draws), validation, self.test)
-
-    def training_labels(self, indices_B: Tensor, seed: int) -> Tensor:
-        """The labels of a training set, with label noise.
-
-        `round(label_noise * len(indices_B))` labels are replaced by another class. The choice depends on the seed and
-        the set, not on its order.
-        """
-        labels_B = self.labels_N[indices_B]
-        wrong = round(self.label_noise * len(indices_B))
-        draws = generator(seed, "label noise")
-        chosen = indices_B.argsort()[torch.randperm(len(indices_B), generator=draws)[:wrong]]
-        shift = torch.randint(1, self.classes, (wrong,), generator=draws)
-        labels_B[chosen] = (labels_B[chosen] + shift) % self.classes
-        return labels_B
 
     def _validation(self, size: int | None) -> Tensor:
         available = per_class(self.pool, self.labels_N, self.classes)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, as_completed
@@ -20,8 +17,6 @@ from comparison.engines.store import Store
 from comparison.engines.work import store_record
 from comparison.run.record import Record
 from comparison.spec.run_spec import Run
-
-_PR_SET_PDEATHSIG = 1
 
 
 def train(runs: Sequence[Run], job: work.Job, store: Store, scratch: Path, workers: int) -> Iterator[Record]:
@@ -40,7 +35,7 @@ def train(runs: Sequence[Run], job: work.Job, store: Store, scratch: Path, worke
                 unstored = future.result()
             except ProcessExpired as error:
                 # It may have been killed after it stored its record.
-                stored = store.get(run.key)
+                stored = store.records([run.key]).get(run.key)
                 lost = work.killed(run, f"exit code {error.exitcode}")
                 yield stored if stored and stored.done else store_record(store, lost)
             except Exception as error:
@@ -66,11 +61,6 @@ def _start_worker() -> None:
     """Set up a worker process that exits with its parent."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    if sys.platform == "linux":
-        # The kernel's signal works even inside C code; the thread below is for other systems.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent.pid:
-        os._exit(1)
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     work.prepare()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import io
 import json
 import os
@@ -41,10 +40,6 @@ class Store:
         file, text = io.BytesIO(), json.dumps(fields, allow_nan=False)
         np.savez_compressed(file, allow_pickle=False, record=np.array(text), **record.images)
         replace_file(self._file(record.key), file.getvalue())
-
-    def get(self, key: str) -> Record | None:
-        """The record of one run."""
-        return self.records([key]).get(key)
 
     def records(self, keys: Iterable[str] | None = None) -> dict[str, Record]:
         """All records by their keys, or those of the given runs."""
@@ -95,7 +90,7 @@ class Folder:
         """Create the folder if needed, and lock it."""
         self.path, self.store = path, Store(path.absolute() / "runs")
         self.report, self.summary = path / "report.html", path / "summary.json"
-        self.costs, self.checkpoints = path / "costs.json", path / "checkpoints"
+        self.checkpoints = path / "checkpoints"
         self._plan, self._lock = path / "comparison.json", FileLock(path / "lock")
         try:
             self.store.path.mkdir(parents=True, exist_ok=True)
@@ -117,42 +112,28 @@ class Folder:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def claim(self, config: Config, amend: str | None) -> list[str]:
-        """Claim the folder for this comparison, and record its configuration before the first run.
+    def claim(self, config: Config) -> None:
+        """Record the configuration before the first run, and reject another one.
 
-        The configuration, including the number of seeds, is fixed in advance. A changed configuration is rejected, or
-        recorded with its reason as an amendment, which the report shows.
-
-        Returns:
-            All amendments.
+        The configuration, including the number of seeds, is fixed in advance.
         """
         requested = {name: value for name, value in config.model_dump(mode="json").items() if name not in _MAY_CHANGE}
-        plan: dict[str, Any] = {"config": requested, "amendments": []}
+        stored = requested
         if self._plan.exists():
             try:
-                plan |= json.loads(self._plan.read_text())
-            except (OSError, ValueError, TypeError):
+                stored = json.loads(self._plan.read_text())["config"]
+            except (OSError, ValueError, KeyError, TypeError):
                 raise ConfigError(
                     f"cannot read {self._plan}, so the comparison in this folder is unknown.\n"
                     "  restore the file, or use another folder: --out runs/other\nNothing was trained."
                 ) from None
-        stored = plan["config"]
         if changed := [name for name in requested if requested[name] != stored.get(name)]:
-            if amend is None:
-                both = {name: (json.dumps(stored.get(name)), json.dumps(requested[name])) for name in changed}
-                shown = (
-                    f"  {name}: stored {shorten(a, 200)}, requested {shorten(b, 200)}\n"
-                    for name, (a, b) in both.items()
-                )
-                raise ConfigError(
-                    f"{self.path} holds another comparison; its configuration was fixed before the first run:\n"
-                    f"{''.join(shown)}"
-                    "  use another folder:                   --out runs/other\n"
-                    "  amend it (shown in the report):       --amend 'the reason'\nNothing was trained."
-                )
-            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
-            runs = len(self.store.records())
-            plan["amendments"].append(f"{now}, after {runs} runs, {', '.join(changed)} changed: {amend}")
-            plan["config"] = requested
-        replace_file(self._plan, json.dumps(plan, indent=1).encode())
-        return list(plan["amendments"])
+            both = {name: (json.dumps(stored.get(name)), json.dumps(requested[name])) for name in changed}
+            shown = (
+                f"  {name}: stored {shorten(a, 200)}, requested {shorten(b, 200)}\n" for name, (a, b) in both.items()
+            )
+            raise ConfigError(
+                f"{self.path} holds another comparison; its configuration was fixed before the first run:\n"
+                f"{''.join(shown)}  use another folder: --out runs/other\nNothing was trained."
+            )
+        replace_file(self._plan, json.dumps({"config": requested}, indent=1).encode())

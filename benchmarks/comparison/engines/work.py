@@ -131,9 +131,7 @@ def store_record(store: Store, record: Record) -> Record:
 def failure_of(error: BaseException) -> Failure:
     """Classify an exception by the first known kind in its chain of causes; the message ends with stack frames."""
     chain = [error]
-    while (
-        cause := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__)
-    ) is not None:
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(cause)
     kinds = [kind for each in chain if (kind := _kind(each)) != "error"]
     frames = traceback.extract_tb(chain[-1].__traceback__)[-FRAMES:]

@@ -5,26 +5,20 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
-from comparison.analysis.schema import BETTER, TITLES, ArmSummary, Band, Difference, Metric
+from comparison.analysis.schema import BETTER, TITLES, Difference, Metric
 
-WIDTH, HEIGHT, ROW = 340, 260, 48
+WIDTH, ROW = 340, 48
 """In pixels; the width fits a phone, where text keeps its 14 pixels."""
 # Colors are replaced with variables of style.css, which differ between the light and the dark scheme.
 TEXT, GRID, MUTED, GOOD, BAD = "#010101", "#020202", "#040404", "#050505", "#060606"
-ARMS = tuple(f"#03000{i}" for i in range(8))
-_VARIABLES = {TEXT: "ink", GRID: "grid", MUTED: "muted", GOOD: "good", BAD: "bad"} | {
-    color: f"arm-{i}" for i, color in enumerate(ARMS)
-}
-MARKERS, DASHES = "os^DvPp", ("-", (0, (4, 1)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (6, 2)))
+_VARIABLES = {TEXT: "ink", GRID: "grid", MUTED: "muted", GOOD: "good", BAD: "bad"}
 SETTINGS: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "comparison",
@@ -40,7 +34,7 @@ SETTINGS: Any = {
 def differences(found: dict[str, Difference], metric: Metric, ident: str, none: str) -> Markup:
     """Differences from none: a dot for each seed, the mean with the intervals over seeds, and over images too."""
     with mpl.rc_context(SETTINGS):
-        figure = _figure(ROW * len(found) + 80)
+        figure = Figure(figsize=(WIDTH / 72, (ROW * len(found) + 80) / 72), layout="constrained")
         axes = figure.subplots()
         axes.axvline(0, color=TEXT, lw=1)
         for y, (name, one) in enumerate(found.items()):
@@ -58,64 +52,6 @@ def differences(found: dict[str, Difference], metric: Metric, ident: str, none: 
         side = "right" if BETTER[metric] > 0 else "left"
         axes.set_xlabel(f"{TITLES[metric]}: arm − {none} ({side} is better)", fontsize=13)
         return inline(figure, ident, f"{TITLES[metric]}: difference of each arm from {none}; the table has the numbers")
-
-
-def curves(arms: Sequence[ArmSummary], what: str, ident: str, label: str, x: str) -> Markup | None:
-    """Medians with quartile bands; None if there is nothing to draw."""
-    drawn: list[tuple[int, ArmSummary, Band]] = [
-        (i, arm, band) for i, arm in enumerate(arms) if (band := getattr(arm, what)).x
-    ]
-    if not drawn:
-        return None
-    with mpl.rc_context(SETTINGS):
-        figure = _figure(HEIGHT + 19 * len(drawn))
-        axes = figure.subplots()
-        for i, arm, band in drawn:
-            _line(axes, i, arm.name, band.x, band.median)
-            axes.fill_between(band.x, band.low, band.high, color=_color(i), alpha=0.14, lw=0)
-        values = [value for _, _, band in drawn for value in (*band.low, *band.high)]
-        if min(values) > 0 and max(values) > 8 * min(values):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set(xlabel=x, ylabel=label)
-        figure.legend(loc="outside lower left")
-        return inline(figure, ident, f"{label} over {x}, one line per arm")
-
-
-def calibration(arms: Sequence[ArmSummary], ident: str) -> Markup | None:
-    """A reliability diagram above a plot of the counts; None without bins."""
-    drawn = [(i, arm) for i, arm in enumerate(arms) if arm.calibration]
-    if not drawn:
-        return None
-    with mpl.rc_context(SETTINGS):
-        figure = _figure(380 + 19 * len(drawn))
-        axes, counts = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
-        axes.plot((0, 1), (0, 1), color=TEXT, lw=1)
-        for i, arm in drawn:
-            x = [one.confidence for one in arm.calibration]
-            _line(axes, i, arm.name, x, [one.accuracy for one in arm.calibration])
-            _line(counts, i, "", x, [one.count for one in arm.calibration])
-        axes.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="accuracy")
-        counts.set(yscale="log", xlabel="confidence", ylabel="images")
-        counts.yaxis.set_major_formatter("{x:g}")
-        figure.legend(loc="outside lower left")
-        return inline(figure, ident, "accuracy over confidence, and the images per bin, one line per arm")
-
-
-def _figure(height: float) -> Figure:
-    return Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
-
-
-def _line(axes: Axes, i: int, name: str, x: Sequence[float], y: Sequence[float]) -> None:
-    step = max(1, len(x) // 5)
-    style = {"marker": MARKERS[i % len(MARKERS)], "linestyle": DASHES[i % len(DASHES)], "markevery": (i % step, step)}
-    axes.plot(x, y, color=_color(i), lw=1.6, ms=5, label=_short(name) or None, **style)  # type: ignore[arg-type]
-
-
-def _color(i: int) -> str:
-    return ARMS[1 + (i - 1) % 7] if i else ARMS[0]
 
 
 def _short(name: str) -> str:

@@ -1,28 +1,24 @@
-"""The report of a comparison: one self-contained HTML page without scripts, and the table of a cell for terminals."""
+"""The report of a comparison: one self-contained HTML page without scripts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from comparison.analysis import text
-from comparison.analysis.schema import DECIMALS, METRICS, SHORT, UNCLEAR, ArmSummary, Cell, Difference, Metric, Summary
+from comparison.analysis.schema import DECIMALS, METRICS, SHORT, ArmSummary, Cell, Metric, Summary
 from comparison.report import figures
+from comparison.report.table import rows
 
 HERE = Path(__file__).parent
 ABSENT = "–"
-CURVES = {
-    "train_loss": "Training loss",
-    "validation_accuracy": "Validation accuracy, %",
-    "validation_nll": "Validation NLL, nats",
-}
 
 
 def write(summary: Summary, path: Path) -> None:
@@ -34,46 +30,35 @@ def render(summary: Summary) -> str:
     """Render the report as HTML."""
     settings = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=FileSystemLoader(HERE), **settings)  # type: ignore[arg-type]
-    environment.filters["count"] = lambda number, word: text.plural(number, word)
+    environment.filters |= {"count": text.plural, "number": number, "probability": probability}
+    environment.filters |= {"limits": limits, "settings": listed}
+    environment.globals |= {"short": SHORT, "decimals": DECIMALS}
     cells = [CellView(i, cell) for i, cell in enumerate(summary.cells)]
     style = Markup((HERE / "style.css").read_text(encoding="utf-8"))
-    page = environment.get_template("page.html.j2")
     created = datetime.fromisoformat(summary.created).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return page.render(summary=summary, cells=cells, about=_about(summary), style=style, created=created)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part that opens: sentences, figures and a table; `Not measured.` if it is empty."""
-
-    title: str
-    note: str = ""
-    sentences: Sequence[str] = ()
-    pictures: Sequence[Markup | None] = ()
-    table: pd.DataFrame = field(default_factory=pd.DataFrame)
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to show."""
-        return self.table.empty and not self.sentences and not any(self.pictures)
+    page = environment.get_template("page.html.j2")
+    return page.render(summary=summary, cells=cells, style=style, created=created)
 
 
 class CellView:
-    """A cell for the template; its ids start with `id`."""
+    """What the template shows of a cell; its ids start with `id`."""
 
     def __init__(self, index: int, cell: Cell) -> None:
         self.cell, self.id = cell, f"cell{index + 1}"
-        self.verdict, self.findings = text.verdict(cell), list(text.findings(cell))
+        self.verdict, self.notes = text.verdict(cell), list(text.notes(cell))
         self.arms = ranked(cell)
-        none = cell.arms[0].name if cell.arms else "none"
-        against = {arm.name: arm.against_none for arm in self.arms if arm.against_none}
-        self.pictures = [
-            figures.differences({name: of[metric] for name, of in against.items()}, metric, f"{self.id}-{metric}", none)
-            for metric in (METRICS if against else ())
-        ]
-        self.table = table(cell)
+        self.table = rows(self.arms)
+        self.controls = list(text.control_sentences(cell))
         self.failed = [question for question, holds, _ in text.controls(cell) if holds is False]
-        self.sections = [*_statistics(cell), *_measurements(self.id, cell), *_setup(cell)]
+        compared = {arm.name: arm.against_none for arm in self.arms if arm.against_none}
+        self.against = [(name, metric, of[metric]) for name, of in compared.items() for metric in METRICS]
+        self.between = [(f"{pair.a} − {pair.b}", pair.metric, pair.difference) for pair in cell.between]
+        self.pictures = [
+            figures.differences(
+                {name: of[metric] for name, of in compared.items()}, metric, f"{self.id}-{metric}", cell.arms[0].name
+            )
+            for metric in (METRICS if compared else ())
+        ]
 
 
 def ranked(cell: Cell) -> list[ArmSummary]:
@@ -86,132 +71,6 @@ def ranked(cell: Cell) -> list[ArmSummary]:
     return sorted(cell.arms, key=rank)
 
 
-def table(cell: Cell) -> pd.DataFrame:
-    """The arms with their metrics, and the differences from none with their intervals."""
-    return pd.DataFrame([_row(arm) for arm in ranked(cell)])
-
-
-def _row(arm: ArmSummary) -> dict[str, str]:
-    row = {"Arm": arm.name, "Kind": arm.kind, "Seeds": str(len(arm.seeds))}
-    for metric in METRICS:
-        head, found = SHORT[metric], (arm.against_none or {}).get(metric)
-        row[head] = number(arm.means.get(metric), DECIMALS[metric])
-        row[f"{head} − none [95 %]"] = _interval(found, metric)
-        row[f"{head}: Holm’s p"] = probability(found.p_holm) if found and arm.compared else ABSENT
-    return row | {"Excluded pairs": str(len(arm.set_aside))}
-
-
-def _statistics(cell: Cell) -> Iterable[Section]:
-    yield Section("Caveats", sentences=text.caveats(cell))
-    yield Section("Controls", "Is the comparison valid?", list(text.control_sentences(cell)))
-    pairs = [(f"{pair.a} − {pair.b}", pair.metric, pair.difference) for pair in cell.between]
-    note = "Paired differences, with Holm’s correction over all pairs in a metric."
-    yield Section("Between regularizers", note, table=_numbers(pairs))
-    arms = [(arm.name, metric, arm.against_none[metric]) for arm in cell.arms if arm.against_none for metric in METRICS]
-    note = "All numbers of the differences from none. MDE: the difference that a paired t test detects with 80 % power."
-    yield Section("Differences from none", note, table=_numbers(arms))
-
-
-def _numbers(found: Sequence[tuple[str, Metric, Difference]]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "Arm": name,
-            "Metric": SHORT[metric],
-            "Difference [95 % over seeds]": _interval(one, metric),
-            "[95 % over seeds and images]": _limits(one.low_images, one.high_images, metric),
-            "Verdict": UNCLEAR if not one.clear else "better" if one.better(metric) else "worse",
-            "p (smallest)": f"{probability(one.p)} (≥ {probability(one.p_smallest)})",
-            "Holm’s p": probability(one.p_holm),
-            "MDE": number(one.mde, DECIMALS[metric]),
-            "Pairs (for half the MDE)": f"{len(one.seeds)} ({one.seeds_for_half or ABSENT})",
-        }
-        for name, metric, one in found
-    )
-
-
-def _measurements(ident: str, cell: Cell) -> Iterable[Section]:
-    arms, rated = cell.arms, [arm for arm in cell.arms if arm.kind != "control"]
-    pictures = [figures.curves(arms, what, f"{ident}-{what}", label, "epoch") for what, label in CURVES.items()]
-    yield Section("Curves", "Median over the seeds, with quartile bands, on validation images.", pictures=pictures)
-    rate = figures.curves(rated, "rate", f"{ident}-rate", "rate", "optimizer step")
-    rates = pd.DataFrame(
-        {"Arm": arm.name, "Site": site, "Requested": number(asked, 4), "Dropped": number(dropped, 4) + half}
-        for arm in arms
-        if arm.dropped is not None
-        for site, asked, dropped, half in [
-            (
-                "all",
-                arm.asked,
-                arm.dropped,
-                f" ± {number(arm.dropped_half, 4)}" if arm.dropped_half is not None else "",
-            ),
-            *((site.name, site.asked, site.dropped, "") for site in arm.realised),
-        ]
-    )
-    yield Section("Rates", "The rate, and the fraction dropped in the last steps.", pictures=[rate], table=rates)
-    note = "Over all seeds. On the diagonal, the accuracy equals the confidence."
-    yield Section("Calibration", note, pictures=[figures.calibration(arms, f"{ident}-calibration")])
-    cost = pd.DataFrame(
-        {"Arm": arm.name}
-        | {
-            head: f"{number(of.median, 3)} [{number(of.low, 3)}, {number(of.high, 3)}]" if of else ABSENT
-            for head, of in (("Time / none [quartiles]", arm.time), ("Memory / none", arm.memory))
-        }
-        for arm in arms
-        if arm.time or arm.memory
-    )
-    yield Section("Cost", "Of a training step at the final rate, interleaved with none, after training.", table=cost)
-
-
-def _setup(cell: Cell) -> Iterable[Section]:
-    trials = pd.DataFrame(
-        {
-            "Arm": arm.name,
-            "Method": arm.tuning.method,
-            "Settings": ", ".join(f"{name} = {value:.4g}" for name, value in trial.settings.items()),
-            "Score": number(trial.score, 4) if trial.score is not None else "failed",
-            "Chosen": "chosen" if trial.settings == arm.tuning.chosen else "",
-        }
-        for arm in cell.arms
-        if arm.tuning
-        for trial in arm.tuning.trials
-    )
-    note = "The score is the mean validation NLL over the tuning seeds; lower is better."
-    yield Section("Tuning", note, table=trials)
-    commands = pd.DataFrame(
-        {
-            "Arm": arm.name,
-            "Call": arm.call,
-            "Layers": ", ".join(arm.layers),
-            "Sites": str(arm.sites),
-            "Warnings": " ".join(arm.flags),
-            "Command": arm.command,
-        }
-        for arm in cell.arms
-    )
-    yield Section("Arms", "Each command reproduces the arm’s runs.", table=commands)
-    seeds = pd.DataFrame(
-        {"Arm": arm.name, "Seed": str(seed)}
-        | {SHORT[metric]: number(arm.values[metric][i], DECIMALS[metric] + 1) for metric in METRICS}
-        for arm in cell.arms
-        for i, seed in enumerate(arm.seeds)
-    )
-    excluded = [f"{arm.name}, seed {seed}: {why}" for arm in cell.arms for seed, why in arm.set_aside.items()]
-    yield Section("Runs", "Every run after its last epoch, and the excluded pairs.", excluded, table=seeds)
-
-
-def _about(summary: Summary) -> list[Section]:
-    """The parts about the whole comparison."""
-    failures = pd.DataFrame([failure.model_dump() for failure in summary.failures])
-    flat = pd.json_normalize([one.details | {"runs": one.runs} for one in summary.environments]).T.fillna(ABSENT)
-    flat.columns = [f"Environment {i + 1}" for i in range(len(summary.environments))]
-    flat.insert(0, "", flat.index)
-    return [
-        Section("Failed runs", "Runs without an outcome; their pairs are excluded.", table=failures),
-        Section("Environments", "Software and hardware of the runs.", table=flat),
-    ]
-
-
 def number(value: float | None, decimals: int = 2, sign: str = "") -> str:
     """Format a number; a dash if it is missing or not finite."""
     return ABSENT if value is None or not math.isfinite(value) else f"{value:{sign}.{decimals}f}".replace("-", "−")
@@ -222,11 +81,12 @@ def probability(p: float) -> str:
     return number(p, 3) if not p < 0.001 else f"{p:.1e}".replace("e-0", "e-").replace("-", "−")
 
 
-def _interval(found: Difference | None, metric: Metric) -> str:
-    if found is None:
-        return ABSENT
-    return f"{number(found.mean, DECIMALS[metric], '+')} {_limits(found.low, found.high, metric)}"
+def limits(interval: Sequence[float], metric: Metric) -> str:
+    """Format an interval."""
+    return f"[{', '.join(number(limit, DECIMALS[metric], '+') for limit in interval)}]"
 
 
-def _limits(low: float, high: float, metric: Metric) -> str:
-    return f"[{number(low, DECIMALS[metric], '+')}, {number(high, DECIMALS[metric], '+')}]"
+def listed(values: Mapping[str, Any]) -> str:
+    """Format settings with at most one level of nesting, such as `p = 0.1, weight_decay = 0.05`."""
+    (flat,) = pd.json_normalize([dict(values)]).to_dict("records")
+    return ", ".join(f"{name} = {value}" for name, value in flat.items())

@@ -1,15 +1,16 @@
-"""The terminal's view of a comparison: the table of a cell, and the progress of the runs."""
+"""The table of a cell, for the report and for the terminal, and the progress of the runs."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import pandas as pd
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
 from comparison.analysis.schema import DECIMALS, METRICS, ArmSummary, Cell, Metric
@@ -19,31 +20,36 @@ from program import say
 
 WIDTH, LINES, NOTHING = 130, 10, "-"
 COLUMNS = (
-    *("rate\n", "asked\n", "dropped\n± 95 %", "accuracy\n%", "NLL\nnats", "ECE\n%"),
+    *("arm", "rate\n", "asked\n", "dropped\n± 95 %", "accuracy\n%", "NLL\nnats", "ECE\n%"),
     *("accuracy - none\n[95 %], points", "NLL - none\n[95 %], nats", "Holm's p\nacc. / NLL", "time\n/ none"),
 )
 DIFFERENCES: tuple[Metric, ...] = ("accuracy", "nll")
 
 
+def rows(arms: Sequence[ArmSummary]) -> pd.DataFrame:
+    """A row for each arm."""
+    return pd.DataFrame([_row(arm) for arm in arms], columns=COLUMNS)
+
+
 def table(cell: Cell) -> Table:
     """Two lines per arm, at most `WIDTH` columns; long names are folded."""
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, title=escape(cell.title))
-    shown.add_column("arm", overflow="fold", min_width=20)
-    for column in COLUMNS:
+    shown.add_column(COLUMNS[0], overflow="fold", min_width=20)
+    for column in COLUMNS[1:]:
         shown.add_column(column, justify="right", no_wrap=True)
-    for arm in cell.arms:
-        shown.add_row(*_row(arm))
+    for _, row in rows(cell.arms).iterrows():
+        shown.add_row(*map(escape, row))
     return shown
 
 
 def _row(arm: ArmSummary) -> list[str]:
     def number(value: float | None, form: str) -> str:
-        return NOTHING if value is None else format(value, form)
+        return NOTHING if value is None or not math.isfinite(value) else format(value, form)
 
     found = [arm.against_none[metric] for metric in DIFFERENCES] if arm.against_none else []
     intervals = [interval_text(one, of).replace(" ", "\n", 1) for one, of in zip(found, DIFFERENCES, strict=False)]
     return [
-        escape(arm.name),
+        arm.name,
         number(arm.rate_at_end, ".3g"),
         number(arm.asked, ".3f"),
         number(arm.dropped, ".3f") + ("" if arm.dropped_half is None else f" ± {arm.dropped_half:.3f}"),
@@ -56,19 +62,15 @@ def _row(arm: ArmSummary) -> list[str]:
 
 @contextmanager
 def watch(console: Console, total: int, title: str) -> Iterator[Callable[[Record], None]]:
-    """Yield a callback for finished runs: a progress bar; in a pipe, a line for every 10 % of the runs."""
+    """Yield a callback for finished runs, which prints a line for every 10 % of the runs."""
     say(console, f"{title}: {total} runs")
-    failed, done, started = 0, 0, time.perf_counter()
-    with Progress(*Progress.get_default_columns(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
+    finished, started = list[Record](), time.perf_counter()
 
-        def advance(record: Record) -> None:
-            nonlocal failed, done
-            failed, done = failed + (not record.done), done + 1
-            bar.update(task, completed=done, description=f"{title} ({failed} failed)" if failed else title)
-            # 10 % need not be an integer number of runs.
-            if not console.is_terminal and done * LINES // total > (done - 1) * LINES // total:
-                note = f" ({failed} failed)" if failed else ""
-                say(console, f"{done} of {total} runs{note} after {(time.perf_counter() - started) / 60:.1f} minutes")
+    def advance(record: Record) -> None:
+        finished.append(record)
+        done, failed = len(finished), sum(not one.done for one in finished)
+        if done * LINES // total > (done - 1) * LINES // total:  # 10 % need not be an integer number of runs
+            note = f" ({failed} failed)" if failed else ""
+            say(console, f"{done} of {total} runs{note} after {(time.perf_counter() - started) / 60:.1f} minutes")
 
-        yield advance
+    yield advance

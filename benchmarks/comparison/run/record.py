@@ -3,42 +3,23 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
-from torch.utils import collect_env
 
-import hookdrop
+from machine import machine_info
 
 Kind = Literal["nan", "memory", "disk", "killed", "error"]
 # Failures worth retrying; a NaN or an error in the code is reproducible.
 TRANSIENT: tuple[Kind, ...] = ("memory", "disk", "killed")
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("torchvision", "timm", "numpy", "scikit-learn")
-
-
-class ValidationPoint(TypedDict):
-    """The validation metrics after an epoch."""
-
-    epoch: int
-    accuracy: float  # in percent
-    nll: float
-
-
-class SiteRate(TypedDict):
-    """The mean requested rate and the dropped fraction of one site, in the measured forwards."""
-
-    name: str
-    asked: float
-    dropped: float
 
 
 class Outcome(TypedDict):
@@ -52,13 +33,9 @@ class Outcome(TypedDict):
     batches: list[str]  # SHA-256 of the image indices of each epoch, in order
     first_loss: float
     train_loss: list[float]  # mean loss of each epoch
-    validation: list[ValidationPoint]
-    rates: list[tuple[int, float]]  # (optimizer step, rate), before the first epoch and after each; empty for none
     rate_at_end: float | None
-    ramp_end: int | None  # the first step with the rate within 1e-9 of its target; None if never, or for none
     asked: float | None  # mean requested rate over sites and training forwards of the last epochs; None: no drops
     dropped: float | None
-    realised: list[SiteRate]
     changes: list[str] | None  # in state_dict, repr or eval output with hooks or after `remove()`; None for none
     accuracy: float  # in percent, after the last epoch, on the test images (of a tuning run: validation images)
     nll: float
@@ -107,52 +84,17 @@ class Record:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, code revision, hardware and determinism settings, as JSON without host names, users or paths."""
-    settings = {
-        "threads": torch.get_num_threads(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
-    return {**_constant(), "determinism": settings}
+    """Hardware, versions and code revision, as JSON without host names, users or paths."""
+    return {**machine_info("cuda" if torch.cuda.is_available() else "cpu"), "git": _revision()}
 
 
 @cache
-def _constant() -> dict[str, Any]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "hookdrop": hookdrop.__version__}
-    lines = (collect_env.run_and_read_all(collect_env.run, "lscpu") or "").splitlines()  # type: ignore[no-untyped-call]
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "versions": versions | {"cuda": torch.version.cuda} | {name: version(name) for name in PACKAGES},
-        "git": revision(ROOT),
-        "hardware": {
-            "cpu": next((line.partition(":")[2].strip() for line in lines if "Model name" in line), "unknown"),
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "cpu_count": os.cpu_count(),
-            "gpus": ", ".join(gpus) or "none",
-        },
-        "system": {"name": platform.system(), "machine": platform.machine()},
-    }
-
-
-def revision(root: Path) -> dict[str, Any]:
-    """The commit of the code and whether it has uncommitted changes; None outside a checkout or without git."""
+def _revision() -> str:
+    """The commit of the code, and `-dirty` if it has uncommitted changes; empty without git."""
     # In a git hook, these variables name another repository.
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    top, head = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
-    # If another repository contains the package, for example in a virtual environment, there is no revision.
-    if top is None or head is None or Path(top).resolve() != root.resolve():
-        return {"revision": None, "dirty": None}
-    status = git("status", "--porcelain", "--", "hookdrop", "benchmarks")
-    return {"revision": head, "dirty": None if status is None else bool(status)}
+    command = ["git", "--no-optional-locks", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, env=env, timeout=60)
+        return done.stdout.strip()
+    return ""

@@ -16,7 +16,7 @@ import hookdrop
 from comparison.data.catalog import load
 from comparison.data.task import Split, Task
 from comparison.run import models
-from comparison.run.footprint_check import Footprint, digest, footprint
+from comparison.run.footprint_check import digest, kept
 from comparison.spec import arms
 from comparison.spec.run_spec import Run, seed_of
 
@@ -32,16 +32,15 @@ class RunSetup:
     run: Run
     task: Task
     split: Split
-    labels_N: Tensor  # of the training images, in order
     model: nn.Module
-    forward: Any  # the model for training: compiled if requested, or a linear probe
+    forward: Any  # the model for training, or a linear probe of it
     optimizer: Optimizer
     decay: LRScheduler
     drop: hookdrop.Injection | None
-    flags: list[str]  # warnings of the plan
+    plan: hookdrop.Plan | None
     device: torch.device
     weights: str  # SHA-256 of the initial parameters and buffers
-    footprint: Footprint  # of the model without hooks
+    footprint: dict[str, Any]  # of the model without hooks
 
     @property
     def rate(self) -> float | None:
@@ -76,17 +75,15 @@ def prepare(run: Run) -> RunSetup:
     split = task.split(run.data.train_size, run.data.validation_size, run.seed)
     torch.manual_seed(seed_of(run.seed, "weights"))
     model = models.build(run.model, task.classes, task.shape[0], arms.model_arguments(run.arm))
-    weights, before = digest(model.state_dict().values()), footprint(model)
-    drop, flags = _inject(run, model, len(split.train), torch.zeros(2, *task.shape))
+    weights, before = digest(model.state_dict().values()), kept(model)
+    drop, plan = _inject(run, model, len(split.train), torch.zeros(2, *task.shape))
     model.to(device, memory_format=memory_format(run))  # type: ignore[call-overload]
     forward = models.LinearProbe(model) if run.arm.kind == "probe" else model
     optimizer, decay = _optimizer(run, model, len(split.train))
     if drop and run.arm.p is not None:
         drop.follow(optimizer)
     torch.manual_seed(seed_of(run.seed, "masks", 0))
-    labels_N = task.training_labels(split.train, run.seed)
-    compiled = torch.compile(forward) if run.compile else forward
-    return RunSetup(run, task, split, labels_N, model, compiled, optimizer, decay, drop, flags, device, weights, before)
+    return RunSetup(run, task, split, model, forward, optimizer, decay, drop, plan, device, weights, before)
 
 
 def memory_format(run: Run) -> torch.memory_format:
@@ -110,16 +107,16 @@ def steps_of(run: Run, train_images: int) -> int:
 
 def _inject(
     run: Run, model: nn.Module, train_images: int, example: Tensor
-) -> tuple[hookdrop.Injection | None, list[str]]:
+) -> tuple[hookdrop.Injection | None, hookdrop.Plan | None]:
     """Place the hooks. The plan's warnings become flags in the report; any later warning is an error."""
     spec = arms.injection(run.arm, model, example)
     if spec is None:
-        return None, []
+        return None, None
     settings: Any = {"total_steps": steps_of(run, train_images), "example_input": example}
-    flags = hookdrop.plan(model, spec, **settings).warnings
+    plan = hookdrop.plan(model, spec, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hookdrop.HookdropWarning)
-        return hookdrop.inject(model, spec, **settings), flags
+        return hookdrop.inject(model, spec, **settings), plan
 
 
 def _optimizer(run: Run, model: nn.Module, train_images: int) -> tuple[Optimizer, LRScheduler]:

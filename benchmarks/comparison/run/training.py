@@ -20,14 +20,14 @@ from torch.nn.functional import cross_entropy
 from comparison.data.catalog import loader
 from comparison.run import metrics
 from comparison.run.footprint_check import changes, digest
-from comparison.run.record import Outcome, Record, ValidationPoint, environment
+from comparison.run.record import Outcome, Record, environment
 from comparison.run.run_setup import RunSetup, prepare, steps_of
 from comparison.spec import arms
 from comparison.spec.run_spec import Run
 
 MEASURED_PART = 20
 """The dropped fraction is measured in the last 1/20 of the epochs, where the rate is within 5 % of its target."""
-CURVE_POINTS, CHECKED_IMAGES = 8, 200
+CHECKED_IMAGES = 200
 SECONDS = 20.0
 """Minimum time between checkpoints."""
 
@@ -39,9 +39,6 @@ class History:
     first_loss: float = math.nan
     train_loss: list[float] = field(default_factory=list)
     batches: list[str] = field(default_factory=list)
-    validation: list[ValidationPoint] = field(default_factory=list)
-    rates: list[tuple[int, float]] = field(default_factory=list)
-    ramp_end: int | None = None
     steps: int = 0
 
 
@@ -110,8 +107,6 @@ def execute(run: Run, scratch: Path) -> Record:
 def train(setup: RunSetup, checkpoint: Checkpoint) -> tuple[History, Any]:
     """Train from the checkpoint to the last epoch, and measure the dropped fraction in the last epochs."""
     done, history = checkpoint.load()
-    if not done:
-        _note_rate(setup, history)
     last = _last_epoch(setup)
     measured, from_epoch = None, last - max(1, last // MEASURED_PART) + 1
     with ExitStack() as stack:
@@ -119,11 +114,6 @@ def train(setup: RunSetup, checkpoint: Checkpoint) -> tuple[History, Any]:
             if setup.drop and epoch == from_epoch:
                 measured = stack.enter_context(setup.drop.recording(last=0)).totals
             _train_epoch(setup, history, epoch)
-            _note_rate(setup, history)
-            if epoch == last or epoch % math.ceil(last / CURVE_POINTS) == 0:
-                indices = setup.split.validation
-                scores = metrics.score(setup.logits(indices), setup.task.labels_N[indices])
-                history.validation.append({"epoch": epoch, "accuracy": scores.accuracy, "nll": scores.nll})
             if epoch < from_epoch - 1 and checkpoint.due():
                 checkpoint.save(epoch, history)
     return history, measured
@@ -131,8 +121,8 @@ def train(setup: RunSetup, checkpoint: Checkpoint) -> tuple[History, Any]:
 
 def batch_of(setup: RunSetup) -> tuple[Tensor, Tensor]:
     """The first training images, without augmentation."""
-    size = setup.run.batch_size
-    return setup.images(setup.split.train[:size]), setup.labels_N[:size].to(setup.device)
+    indices = setup.split.train[: setup.run.batch_size]
+    return setup.images(indices), setup.task.labels_N[indices].to(setup.device)
 
 
 def step(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
@@ -150,14 +140,13 @@ def _train_epoch(setup: RunSetup, history: History, epoch: int) -> None:
     run = setup.run
     setup.forward.train()
     losses, seen = [], []
-    batches = loader(setup.task, setup.split.train, run.batch_size, run.seed, epoch, setup.labels_N, run.data.workers)
+    batches = loader(setup.task, setup.split.train, run.batch_size, run.seed, epoch, run.data.workers)
     for indices_B, x_BCHW, y_B in batches:
         if run.max_steps is not None and history.steps == run.max_steps:
             break
         seen.append(indices_B)
         losses.append(step(setup, setup.placed(x_BCHW), y_B.to(setup.device)))
         history.steps += 1
-        _note_ramp(setup, history)
     numbers = torch.stack(losses).tolist()
     if not all(map(math.isfinite, numbers)):
         first = next(i for i, loss in enumerate(numbers) if not math.isfinite(loss))
@@ -167,18 +156,6 @@ def _train_epoch(setup: RunSetup, history: History, epoch: int) -> None:
         history.first_loss = numbers[0]
     history.train_loss.append(statistics.fmean(numbers))
     history.batches.append(digest(seen))
-
-
-def _note_rate(setup: RunSetup, history: History) -> None:
-    if setup.rate is not None:
-        history.rates.append((history.steps, setup.rate))
-        _note_ramp(setup, history)
-
-
-def _note_ramp(setup: RunSetup, history: History) -> None:
-    rate, target = setup.rate, setup.drop.target_p if setup.drop else None
-    if rate is not None and target is not None and history.ramp_end is None and abs(rate - target) <= 1e-9:
-        history.ramp_end = history.steps
 
 
 def _last_epoch(setup: RunSetup) -> int:
@@ -197,23 +174,19 @@ def _outcome(setup: RunSetup, history: History, measured: Any) -> tuple[Outcome,
     # The rate of Cutout is not the fraction that it drops.
     called = [] if measured is None else [site for site in measured.sites.values() if site.calls]
     drops = measured is not None and all(site.droppable for site in called)
-    sites = measured.sites if drops and all(site.asks for site in called) else {}
+    asks = drops and all(site.asks for site in called)
     outcome: Outcome = {
         "call": arms.text_at_rate(run.arm),
         "sites": len(drop.sites) if drop else 0,
-        "flags": setup.flags,
+        "flags": setup.plan.warnings if setup.plan else [],
         "weights_before": setup.weights,
         "weights_after": digest(setup.model.state_dict().values()),
         "batches": history.batches,
         "first_loss": history.first_loss,
         "train_loss": history.train_loss,
-        "validation": history.validation,
-        "rates": history.rates,
         "rate_at_end": setup.rate,
-        "ramp_end": history.ramp_end,
-        "asked": measured.asked if sites else None,
+        "asked": measured.asked if asks else None,
         "dropped": measured.dropped if drops else None,
-        "realised": [{"name": name, "asked": site.asked, "dropped": site.dropped} for name, site in sites.items()],
         "changes": changes(setup.model, drop, setup.images(scored[:CHECKED_IMAGES]), setup.footprint) if drop else None,
         "accuracy": scores.accuracy,
         "nll": scores.nll,

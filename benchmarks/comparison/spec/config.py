@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -12,14 +13,13 @@ from pydantic import (
     ConfigDict,
     Field,
     PositiveFloat,
-    PositiveInt,
     ValidationError,
     field_validator,
     model_validator,
 )
 
 from comparison.spec import arms
-from comparison.spec.run_spec import Arm, ConfigError, Data, Model, Optimizer, cell_of, suggest
+from comparison.spec.run_spec import Arm, ConfigError, Data, Model, Training, cell_of, suggest
 from comparison.spec.tuning import TuningConfig
 from hookdrop import recipes
 
@@ -121,31 +121,19 @@ class ArmConfig(BaseModel):
         return self.name or peer or (self.bare_name if alone else self.text.replace(",", ""))
 
 
-class Config(BaseModel):
+class Config(Training):
     """A comparison."""
-
-    model_config = ConfigDict(extra="forbid")
 
     title: str = "A comparison of regularizers"
     models: Annotated[list[Annotated[Model, Named]], Listed, Field(min_length=1)]
     data: Annotated[list[Annotated[Data, Named]], Listed, Field(min_length=1)]
-    train_sizes: Annotated[list[PositiveInt], Listed] | None = None  # of every dataset; None uses the sizes in `data`
-    layers: Annotated[list[str], Listed] = []  # the sites of all regularizers and peers
+    layers: Annotated[list[str], Listed] = Field(default=[])  # the sites of all regularizers and peers
     arms: Annotated[list[Annotated[ArmConfig, BeforeValidator(_as_arm)]], Field(min_length=1)]
     schedule: Annotated[str, Schedule] = "LinearSchedule"
     seeds: int = Field(default=8, ge=2, le=10_000)  # the number of pairs, fixed before the first run
     first_seed: int = Field(default=0, ge=0, lt=100_000)
-    epochs: PositiveInt
-    batch_size: PositiveInt = 20
-    optimizer: Optimizer = Optimizer()
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    precision: Literal["float32", "bfloat16"] = "float32"
-    channels_last: bool = False  # of images and convolution weights, which is faster for most convolutions
-    compile: bool = False
-    device: str = "cpu"
     tuning: TuningConfig | None = None
     timing: float = Field(default=12.0, ge=0)  # seconds for measuring the cost of a training step; 0 skips it
-    max_steps: PositiveInt | None = None  # stop every run after this many optimizer steps, for a smoke test
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
@@ -198,11 +186,8 @@ class Config(BaseModel):
         return config.like or [*namesake, *(other.name for other in ours), name][0]
 
     def cells(self) -> Iterator[tuple[Data, Model]]:
-        """Every combination of dataset, training set size and model."""
-        for data in self.data:
-            sizes: Sequence[int | None] = self.train_sizes or [data.train_size]
-            for size in sizes:
-                yield from ((data.model_copy(update={"train_size": size}), model) for model in self.models)
+        """Every combination of dataset and model."""
+        return itertools.product(self.data, self.models)
 
 
 def validate(settings: Mapping[str, Any], source: str) -> Config:

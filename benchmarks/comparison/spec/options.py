@@ -20,8 +20,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 _DEFAULTS = {"arms": ["dropblock_resnet(p=0.1)", "stochastic_depth(p=0.1)"], "epochs": 20}
 _LISTS = {
     "models": "timm or torchvision models, such as resnet18",
-    "data": "digits, digits-noisy, synthetic-cue, cifar10, cifar100, emoji, or a folder with a folder for each class",
-    "train_sizes": "training set sizes",
+    "data": "digits, synthetic-cue, cifar10, cifar100, emoji, or a folder with a folder for each class",
     "layers": "sites, such as 'layer[34].*.bn2'",
     "arms": "such as 'DropBlock(p=0.1)', a recipe, or 'timm.DropPath(drop_prob=0.1)'",
 }
@@ -30,13 +29,9 @@ _SETTINGS = {
     "seeds": "number of pairs, fixed before the first run",
     "epochs": "default: 20 without --config",
     "batch_size": "images per step",
-    "lr": "learning rate",
-    "weight_decay": "of the optimizer",
-    "precision": "float32 or bfloat16",
     "device": "cpu or cuda",
     "max_steps": "stop every run after this many optimizer steps, for a smoke test",
     "timing": "seconds for measuring the cost of a step; 0 skips it",
-    "title": "of the report",
 }
 """The settings of a comparison that are also flags, and their help. `Config` converts and checks the values."""
 
@@ -59,10 +54,7 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     add("--workers", type=int, default=os.cpu_count() or 1, help="number of parallel runs, with one thread each")
     add("--dry-run", action="store_true", help="print sites, runs and estimated durations without training")
     add("--retry", action="store_true", help="also retry runs that failed with an error, after fixing its cause")
-    add("--amend", metavar="REASON", help="continue in --out with a changed comparison; the report states the reason")
     options = parser.parse_args(argv)
-    if options.amend is not None and not options.amend.strip():
-        parser.error("--amend requires a reason, which the report will state")
     if options.workers < 1:
         parser.error(f"--workers must be at least 1, got {options.workers}")
     if options.address and options.engine != "ray":
@@ -70,10 +62,8 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     if not (options.config or options.models or options.report):
         parser.error("nothing to compare: pass --config benchmarks/configs/quick.yaml, or --models, --data, --layers")
     options.out = options.out or Path("runs") / (options.config.stem if options.config else "compare")
-    words = list(sys.argv[1:] if argv is None else argv)
-    options.whole_command, options.command = (
-        shlex.join(["python", "benchmarks/compare.py", *some]) for some in (words, _without_only(words))
-    )
+    words = sys.argv[1:] if argv is None else argv
+    options.command = shlex.join(["python", "benchmarks/compare.py", *words])
     return options
 
 
@@ -94,7 +84,9 @@ def config_of(options: argparse.Namespace) -> tuple[Config, str]:
             raise ConfigError(f"{source}: invalid YAML: {error}\nNothing was trained.") from None
         if not isinstance(settings, dict):
             raise ConfigError(f"{source}: expected a mapping of settings, such as `seeds: 8`.\nNothing was trained.")
-    flags = _flags(options, settings)
+    flags = {name: value for name in (*_LISTS, *_SETTINGS) if (value := getattr(options, name)) is not None}
+    if options.data:
+        flags["data"] = [_folder(name) for name in options.data]
     config = validate({**settings, **flags}, source)
     if flags:
         text += "\n# overridden by flags: " + ", ".join(f"{name}={value!r}" for name, value in flags.items()) + "\n"
@@ -105,27 +97,6 @@ def config_of(options: argparse.Namespace) -> tuple[Config, str]:
     return config, text
 
 
-def _flags(options: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings given as flags, in the format of the file."""
-    found = {name: value for name in (*_LISTS, *_SETTINGS) if (value := getattr(options, name)) is not None}
-    if options.data:
-        found["data"] = [{"name": _folder(name)} for name in options.data]
-    if optimizer := {name: found.pop(name) for name in ("lr", "weight_decay") if name in found}:
-        in_file = settings.get("optimizer")
-        found["optimizer"] = {**(in_file if isinstance(in_file, dict) else {}), **optimizer}
-    return found
-
-
 def _folder(name: str) -> str:
     """`imagefolder:PATH` for the path of a folder, other names unchanged."""
     return f"imagefolder:{name.rstrip(os.sep)}" if os.sep in name and Path(name).is_dir() else name
-
-
-def _without_only(words: Sequence[str]) -> list[str]:
-    """The command line without `--only` and `--dry-run`, as the base of the command of each row."""
-    kept, skipping = [], False
-    for word in words:
-        skipping = word.partition("=")[0] == "--only" or (skipping and not word.startswith("--"))
-        if not skipping and word != "--dry-run":
-            kept.append(word)
-    return kept

@@ -45,14 +45,12 @@ class Part(BaseModel):
 class Data(Part):
     """A dataset."""
 
-    name: str  # digits, digits-noisy, synthetic-cue, cifar10, cifar100, emoji or imagefolder:PATH
+    name: str  # digits, synthetic-cue, cifar10, cifar100, emoji or imagefolder:PATH
     train_size: PositiveInt | None = None  # training images, balanced over classes; None uses all
     validation_size: PositiveInt | None = None  # for tuning and curves; None uses a fifth of all but the test images
     image_size: PositiveInt | None = None  # side length in pixels; None uses the dataset's default
-    augmentation: Literal["none", "shift", "crop-flip"] = "none"
-    """`shift` moves training images by up to 2 pixels; `crop-flip` pads by an eighth, crops and flips."""
-    label_noise: float | None = Field(default=None, ge=0, lt=1)
-    """Fraction of training labels replaced by another class (`digits-noisy`: 0.2)."""
+    augmentation: Literal["none", "crop-flip"] = "none"
+    """`crop-flip` pads by an eighth, crops and flips."""
     root: str = "data"
     """Folder of `cifar10` and `cifar100`, which are downloaded if missing, of the packages of `emoji`, and of the cache
     for `imagefolder`."""
@@ -95,7 +93,20 @@ class Arm(Part):
     lr: PositiveFloat | None = None  # of a probe: the learning rate of its only layer
 
 
-class Run(Part):
+class Training(Part):
+    """How a model is trained."""
+
+    optimizer: Optimizer = Optimizer()
+    epochs: PositiveInt
+    batch_size: PositiveInt = 20
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 trains with autocast
+    channels_last: bool = False  # of images and convolution weights, which is faster for most convolutions
+    device: str = "cpu"
+    max_steps: PositiveInt | None = None  # stop every run after this many optimizer steps, for a smoke test
+
+
+class Run(Training):
     """One training run."""
 
     stage: Literal["tuning", "final"] = (
@@ -104,15 +115,6 @@ class Run(Part):
     data: Data
     model: Model
     arm: Arm
-    optimizer: Optimizer = Optimizer()
-    epochs: PositiveInt
-    batch_size: PositiveInt = 20
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 trains with autocast
-    channels_last: bool = False  # store images and convolution weights with the channels last
-    compile: bool = False
-    device: str = "cpu"
-    max_steps: PositiveInt | None = None  # stop after this many optimizer steps, for a smoke test
     seed: NonNegativeInt  # of separate streams for the training set, weights, batch order, augmentation and masks
 
     @property

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from comparison.spec.arms import is_identity_at_0
 from comparison.spec.config import NONE, RESERVED, Config
-from comparison.spec.run_spec import Arm, Data, Model, Run
+from comparison.spec.run_spec import Arm, Data, Model, Run, Training
 from comparison.spec.tuning import FIRST_SEED, Search, Tuning, with_settings
 
 OTHER_SEEDS = 2 * FIRST_SEED
 """First seed of the control with other seeds."""
-SHARED = (
-    *("epochs", "batch_size", "optimizer", "label_smoothing", "precision", "channels_last", "compile", "device"),
-    "max_steps",
-)
-"""Settings of a comparison that are those of each run."""
 Control = Literal["", "aa", "seeds", "reference"]
 Tunings = Mapping[tuple[str, str], Tuning]
 """By cell and arm."""
@@ -36,7 +30,6 @@ class Entry:
     """`aa`: p = 0 injected, must be bit-identical to none. `seeds`: none with other seeds. `reference`: a probe."""
     tuning: Tuning | None = None  # None if the arm uses its configured settings or those of another arm
     like: str = ""  # the arm whose tuned settings it uses, if any
-    command: str = ""  # a shell command that reproduces these runs
 
 
 @dataclass
@@ -45,7 +38,6 @@ class Study:
 
     config: Config
     only: Sequence[str] = ()
-    command: str = "python benchmarks/compare.py"
 
     @property
     def seeds(self) -> range:
@@ -72,7 +64,7 @@ class Study:
 
     def run(self, data: Data, model: Model, arm: Arm, seed: int) -> Run:
         """A final run with the configured settings."""
-        settings = {name: getattr(self.config, name) for name in SHARED}
+        settings = {name: getattr(self.config, name) for name in Training.model_fields}
         return Run(data=data, model=model, arm=arm, seed=seed, **settings)
 
     def _cell(self, data: Data, model: Model, tunings: Tunings) -> Iterator[Entry]:
@@ -85,9 +77,7 @@ class Study:
             run = with_settings(run, chosen)
             runs = {seed: run.model_copy(update={"seed": seed + offset}) for seed in self.seeds}
             own = tuning if settings_of == arm.name else None
-            only = [] if control in ("aa", "seeds") or arm is NONE else ["--only", arm.name]
-            command = " ".join([self.command, shlex.join(only)]).strip()
-            return Entry(run.cell, run.arm, runs, control, own, settings_of if tuning and not own else "", command)
+            return Entry(run.cell, run.arm, runs, control, own, settings_of if tuning and not own else "")
 
         for arm in self.arms:
             settings_of = self.config.like(arm.name) if arm is not NONE else arm.name

@@ -14,7 +14,7 @@ from comparison.run import models
 from comparison.run.pyramidnet import PyramidNet
 from comparison.spec import arms
 from comparison.spec.config import Config, validate
-from comparison.spec.run_spec import Arm, ConfigError, Data, Model, Run, generator, seed_of
+from comparison.spec.run_spec import Arm, ConfigError, Model, generator, seed_of
 from tests.support.programs import ROOT
 
 CONFIGS = ROOT / "benchmarks" / "configs"
@@ -39,8 +39,9 @@ class TestConfigFile:
         assert config.all_arms() == [Arm(name="DropBlock", kind="regularizer", call=call, p=0.1, layers=layers)]
         assert [(data.name, model.name) for data, model in config.cells()] == [("digits", "resnet10t")]
 
-    def test_cells_combine_every_size_dataset_and_model(self) -> None:
-        config = config_of(GOOD.replace("digits", "[digits, digits-noisy]") + "train_sizes: [50, 100]\n")
+    def test_cells_combine_every_dataset_and_model(self) -> None:
+        sizes = "[{name: digits, train_size: 50}, {name: digits, train_size: 100}]"
+        config = config_of(GOOD.replace("digits", sizes).replace("resnet10t", "[resnet10t, resnet18]"))
         assert len(list(config.cells())) == 4
 
     @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -70,7 +71,6 @@ class TestConfigErrors:
             (GOOD.replace("epochs: 3", "epoch: 3"), "mine.yaml: epoch: Extra inputs are not permitted"),
             (GOOD.replace("DropBlock(", "DropBlok("), "arms[0]: parse: 'DropBlok' is not a hookdrop regularizer, recipe or schedule.\n  did you mean: DropBlock"),
             (GOOD.replace("p=0.1", "p=1.5"), "[0, 1], got 1.5"),
-            (GOOD.replace("p=0.1", "p=__import__('os')"), "nothing was evaluated"),
             (GOOD.replace("block_size", "blocksize"), "blocksize"),
             (GOOD.replace("- Drop", "- peer: timm.Drop"), "'timm.DropBlock' is not a peer.\n  did you mean: timm.DropBlock2d"),
             (GOOD.replace("- Drop", "- recipe: Drop"), "'DropBlock' is not a recipe"),
@@ -81,12 +81,8 @@ class TestConfigErrors:
             (GOOD + "tuning: {space: {p: [0.1, 0.2]}, space_none: {weight_decay: [0.1, 0.2]}}\n", "weight_decay must be in both space and space_none"),
             (GOOD + "tuning: {space: {p: [0.1]}, space_none: {p: [0.1]}}\n", "arms without a rate have no p"),
             (GOOD + "tuning: {space: {lr: [0.0, 0.1]}, space_none: {lr: [0.1, 0.2]}}\n", "tuning.space.lr[0]: Input should be greater than 0, got 0.0"),
-            (GOOD + "tuning: {space: {p: [.nan]}, space_none: {lr: [0.1]}}\n", "tuning.space.p[0]: Input should be a finite number"),
-            (GOOD + "tuning: {space: {lr: [0.1, 0.1]}, space_none: {lr: [0.1, 0.2]}}\n", "lr must have different values"),
             (GOOD + "  - {peer: 'timm.DropPath(drop_prob=-0.5)', equal: fraction}\n", "drop_prob must be in [0, 1], got -0.5"),
-            (GOOD + "  - timm.DropPath()\n", "missing 1 required positional argument: 'drop_prob'"),
             (GOOD + "  - timm.DropBlock2d(p=0.1, block_size=3)\n", "unexpected keyword argument 'p'"),
-            (GOOD + "  - {regularizer: Dropout(p=0.1), name: ''}\n", "at least 1 character"),
             (GOOD + "  - {regularizer: Dropout(p=0.1), name: 'a, b'}\n", "has a comma"),
             (GOOD + "  - {regularizer: Dropout(p=0.1), name: none}\n", "the name 'none' is reserved"),
             (GOOD + "  - {peer: 'timm.DropPath(drop_prob=0.1)', like: Drop}\n", "no regularizer or recipe is named 'Drop'"),
@@ -94,8 +90,6 @@ class TestConfigErrors:
             (GOOD + "  - {name: mine}\n", "arms[1]: an arm has exactly one of"),
             (GOOD + "  - {recipe: 'dropblock_resnet(p=0.1)', layers: x}\n", "takes no `layers`: remove it"),
             (GOOD + "  - {regularizer: Dropout(p=0.1), equal: fraction}\n", "takes no `equal`"),
-            (GOOD + "  - {probe: 0.1, layers: x}\n", "linear probe takes no `layers`"),
-            (GOOD + "  - {peer: timm.drop_path_rate(p=0.1), schedule: none}\n", "takes no `schedule`"),
             (GOOD + "  - {peer: timm.drop_path_rate(p=0.1), equal: fraction}\n", "takes no `equal`"),
             (GOOD + "  - {probe: 0.1}\ntuning: {space: {lr: [0.1, 1]}, space_none: {lr: [0.1, 1]}}\n", "a probe has its own learning rate"),
             (GOOD.replace('layers: "layer*.*.bn2"', ""), "`layers` is missing"),
@@ -109,7 +103,7 @@ class TestConfigErrors:
         assert str(caught.value).endswith("Nothing was trained.")
 
     def test_all_errors_are_reported_together(self) -> None:
-        with pytest.raises(ConfigError, match=r"mine\.yaml: arms\[0\]: (.|\n)*mine\.yaml: epochs: "):
+        with pytest.raises(ConfigError, match=r"mine\.yaml: epochs: (.|\n)*mine\.yaml: arms\[0\]: "):
             config_of(GOOD.replace("epochs: 3", "epochs: -3").replace("p=0.1", "p=2"))
 
 
@@ -231,17 +225,3 @@ class TestSeeds:
         first = torch.rand(3, generator=generator(1, "order", 2))
         assert torch.equal(first, torch.rand(3, generator=generator(1, "order", 2)))
         assert torch.equal(before, torch.get_rng_state())
-
-
-class TestRunKey:
-    RUN = Run(data=Data(name="digits"), model=Model(name="x"), arm=Arm(name="none", kind="none"), epochs=1, seed=0)
-
-    def test_equal_settings_have_equal_keys(self) -> None:
-        assert self.RUN.key == Run.model_validate(self.RUN.model_dump(mode="json")).key
-
-    @pytest.mark.parametrize(
-        "change",
-        [{"seed": 1}, {"epochs": 2}, {"stage": "tuning"}, {"arm": Arm(name="none", kind="none", p=0.1)}, {"data": Data(name="digits", workers=1)}],
-    )  # fmt: skip
-    def test_different_settings_have_different_keys(self, change: dict[str, object]) -> None:
-        assert self.RUN.model_copy(update=change).key != self.RUN.key

@@ -31,7 +31,7 @@ from comparison.spec.run_spec import Data
 from tests.support.programs import ROOT
 
 
-def made(counts: list[int], noise: float = 0.0) -> Task:
+def made(counts: list[int]) -> Task:
     """A task of 1x1 images whose value is their index; the first two of each class are for testing."""
     labels_N = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     order = torch.randperm(len(labels_N), generator=torch.Generator().manual_seed(0))
@@ -39,7 +39,7 @@ def made(counts: list[int], noise: float = 0.0) -> Task:
     first = torch.cat([(labels_N == c).nonzero()[:2, 0] for c in range(len(counts))]).sort().values
     every = torch.arange(len(labels_N))
     source = stored(every.float()[:, None, None, None], None, "none")
-    return Task("made", len(counts), labels_N, every[~torch.isin(every, first)], first, source, noise)
+    return Task("made", len(counts), labels_N, every[~torch.isin(every, first)], first, source)
 
 
 def per_class(task: Task, indices: Tensor) -> list[int]:
@@ -112,7 +112,7 @@ class TestNames:
             ("digit", "did you mean: digits"),
             ("cifar-10", "did you mean: cifar10, cifar100"),
             ("imagefolders:/tmp", "did you mean: imagefolder"),
-            ("zzz", "available:    digits, digits-noisy, synthetic-cue, cifar10, cifar100, emoji, imagefolder"),
+            ("zzz", "available:    digits, synthetic-cue, cifar10, cifar100, emoji, imagefolder"),
             ("imagefolder:", "has no path.\n  use imagefolder:PATH"),
         ],
     )
@@ -165,65 +165,33 @@ class TestSeeds:
         with pytest.raises(
             DataError, match="(?s)9 seeds need different training sets, but two of them draw the same 12"
         ):
-            check(data, range(9), 4)
+            check(data, range(9))
 
     def test_training_on_all_images_is_noted(self) -> None:
-        assert check(Data(name="digits"), range(3), 20) == [
+        assert check(Data(name="digits"), range(3)) == [
             "digits: All seeds train on the same images; they differ only in weights, order and augmentation."
         ]
-        assert check(Data(name="digits", train_size=100), range(3), 20) == []
-
-    def test_overlapping_training_sets_and_single_batches_are_noted(self) -> None:
-        single, overlap = check(Data(name="digits", train_size=700), range(3), 800)
-        assert single == "digits: each epoch is a single batch of 700 images (batch_size=800)."
-        # Each draws 700 of 800 images, so they share seven eighths.
-        assert re.fullmatch(r"digits: the training sets of two seeds share about 8[5-9] % of their images\.", overlap)
-
-
-class TestLabels:
-    @given(st.lists(st.integers(5, 30), min_size=2, max_size=6), st.floats(0, 0.99), st.integers(0, 10**6))
-    def test_label_noise_replaces_exactly_the_fraction(self, counts: list[int], noise: float, seed: int) -> None:
-        task = made(counts, noise)
-        train = task.split(None, 2, seed).train
-        labels = task.training_labels(train, seed)
-        assert int((labels != task.labels_N[train]).sum()) == round(noise * len(train))
-        assert set(labels.tolist()) <= set(range(task.classes))
-
-    def test_noisy_labels_depend_on_the_seed_and_not_on_the_order(self) -> None:
-        task = made([40, 40, 40], 0.5)
-        train = task.split(50, 20, 0).train
-        labels = task.training_labels(train, 1)
-        backwards = task.training_labels(train.flip(0), 1)
-        assert torch.equal(backwards, labels.flip(0))
-        assert not torch.equal(task.training_labels(train, 2), labels)
-
-    @pytest.mark.parametrize("name", ["digits", "digits-noisy", "synthetic-cue"])
-    def test_label_noise_applies_to_all_datasets(self, name: str) -> None:
-        for noise, wrong in ((0.35, 35), (0.0, 0), (None, 20 if name == "digits-noisy" else 0)):
-            task = load(Data(name=name, label_noise=noise))
-            train = task.split(100, None, 0).train
-            assert int((task.training_labels(train, 0) != task.labels_N[train]).sum()) == wrong
+        assert check(Data(name="digits", train_size=100), range(3)) == []
 
 
 class TestGlobalGenerator:
     @pytest.mark.parametrize(
         ("name", "augmentation"),
-        [("digits", "none"), ("digits", "crop-flip"), ("synthetic-cue", "shift"), ("folder", "shift")],
+        [("digits", "none"), ("digits", "crop-flip"), ("synthetic-cue", "none"), ("folder", "crop-flip")],
     )
     def test_data_neither_uses_nor_depends_on_the_global_generator(
         self, name: str, augmentation: Any, folder: Path
     ) -> None:
         name = f"imagefolder:{folder}" if name == "folder" else name
-        data = Data(name=name, augmentation=augmentation, image_size=16, train_size=10, label_noise=0.5)
+        data = Data(name=name, augmentation=augmentation, image_size=16, train_size=10)
 
         def everything(workers: int) -> list[Tensor]:
             catalog._load.cache_clear()
-            check(data, range(2), 4)
+            check(data, range(2))
             task = load(data)
             split = task.split(10, 3, 1)
-            labels = task.training_labels(split.train, 1)
-            made = [task.source.images(split.validation), *split, labels]
-            return made + [part for batch in loader(task, split.train, 4, 1, 0, labels, workers) for part in batch]
+            made = [task.source.images(split.validation), *split]
+            return made + [part for batch in loader(task, split.train, 4, 1, 0, workers) for part in batch]
 
         outcomes = []
         for seed, workers in ((0, 0), (1, 0), (2, 2)):
@@ -238,30 +206,16 @@ class TestGlobalGenerator:
 
 
 class TestAugmentation:
-    @pytest.mark.parametrize("augmentation", ["shift", "crop-flip"])
     @pytest.mark.parametrize("name", ["digits", "folder"])
-    def test_augmentation_depends_only_on_seed_epoch_and_index(
-        self, name: str, augmentation: Any, folder: Path
-    ) -> None:
+    def test_augmentation_depends_only_on_seed_epoch_and_index(self, name: str, folder: Path) -> None:
         name = f"imagefolder:{folder}" if name == "folder" else name
-        task, indices = load(Data(name=name, image_size=16, augmentation=augmentation)), torch.arange(8)
+        task, indices = load(Data(name=name, image_size=16, augmentation="crop-flip")), torch.arange(8)
         batch = task.source.augmented(indices, 5, 2)
         assert torch.equal(task.source.augmented(indices.flip(0), 5, 2), batch.flip(0))
         for i in (0, 7):
             assert torch.equal(task.source.augmented(indices[i : i + 1], 5, 2)[0], batch[i])
         assert not torch.equal(task.source.augmented(indices, 6, 2), batch)
         assert not torch.equal(task.source.augmented(indices, 5, 3), batch)
-
-    @pytest.mark.parametrize("fill", [-1.0, 0.5])
-    def test_shift_moves_by_at_most_two_pixels(self, fill: float) -> None:
-        x_NCHW = torch.full((200, 1, 16, 16), fill)
-        x_NCHW[:, 0, 8, 8] = 9.0
-        shifted = stored(x_NCHW, None, "shift", fill).augmented(torch.arange(200), 0, 0)
-        places = [tuple(place) for place in (shifted[:, 0] == 9.0).nonzero()[:, 1:].tolist()]
-        assert len(places) == 200
-        # A place of 25 is missed with probability 0.0003 each.
-        assert set(places) == {(8 + dy, 8 + dx) for dy in range(-2, 3) for dx in range(-2, 3)}
-        assert set(shifted.flatten().tolist()) == {fill, 9.0}
 
     def test_crop_flip_moves_by_an_eighth_and_flips_half_of_the_images(self) -> None:
         x_NCHW = torch.zeros(400, 1, 32, 32)
@@ -277,15 +231,13 @@ class TestAugmentation:
 
 class TestBatches:
     def test_batches_contain_each_image_once_with_its_label(self) -> None:
-        task = load(Data(name="digits", augmentation="shift"))
+        task = load(Data(name="digits", augmentation="crop-flip"))
         split = task.split(40, None, 0)
-        labels = torch.arange(40)
-        batches = list(loader(task, split.train, 10, 0, 0, labels))
-        indices = torch.cat([batch[0] for batch in batches])
-        assert sorted(indices.tolist()) == split.train.tolist()
-        assert torch.equal(split.train[torch.cat([batch[2] for batch in batches])], indices)
-        for indices_B, x_BCHW, _ in batches:
+        batches = list(loader(task, split.train, 10, 0, 0))
+        assert sorted(torch.cat([batch[0] for batch in batches]).tolist()) == split.train.tolist()
+        for indices_B, x_BCHW, y_B in batches:
             assert torch.equal(x_BCHW, task.source.augmented(indices_B, 0, 0))
+            assert torch.equal(y_B, task.labels_N[indices_B])
 
     @pytest.mark.parametrize(("images", "sizes"), [(40, [16, 16]), (32, [16, 16]), (10, [10])])
     def test_the_last_incomplete_batch_is_dropped_unless_it_is_the_only_one(
@@ -293,7 +245,7 @@ class TestBatches:
     ) -> None:
         task = load(Data(name="digits"))
         train = task.split(images, None, 0).train
-        assert [len(y) for _, _, y in loader(task, train, 16, 0, 0, task.labels_N[train])] == sizes
+        assert [len(y) for _, _, y in loader(task, train, 16, 0, 0)] == sizes
 
 
 class TestDigits:
@@ -385,7 +337,7 @@ class TestCifar:
 
     def test_missing_files_without_a_network(self, write_cifar: Callable[[str], Path], tmp_path: Path) -> None:
         with pytest.raises(DataError) as error:
-            check(Data(name="cifar100", root=str(tmp_path)), range(2), 4)
+            check(Data(name="cifar100", root=str(tmp_path)), range(2))
         assert str(error.value) == (
             "cannot load or download 'cifar100': URLError: <urlopen error no network>\n"
             "  download: https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz\n"
@@ -441,7 +393,7 @@ class TestImageFolder:
         assert len(task.skipped) == 3
         assert per_class(task, torch.arange(17)) == [9, 8]
         assert task.source.images(torch.arange(17)).shape == (17, 3, 16, 16)
-        (note,) = check(Data(name=f"imagefolder:{folder}", image_size=16, train_size=4), range(2), 4)
+        (note,) = check(Data(name=f"imagefolder:{folder}", image_size=16, train_size=4), range(2))
         assert note == f"imagefolder:{folder}: skipped 3 unreadable images."
 
     def test_a_changed_file_is_checked_again(self, folder: Path) -> None:

@@ -70,7 +70,7 @@ class TestEmoji:
 class TestErrors:
     def error(self, root: Path) -> str:
         with pytest.raises(DataError, match=r"Nothing was trained\.$") as caught:
-            check(Data(name="emoji", root=str(root)), range(2), 4)
+            check(Data(name="emoji", root=str(root)), range(2))
         return str(caught.value)
 
     def test_a_missing_package_names_the_command_that_downloads_it(self, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ class TestFetch:
         assert fetch_emoji.main(["--root", str(tmp_path / "data")]) == 0
         assert [command[2] for command in npm] == [f"emoji-datasource-{vendor}@{VERSION}" for vendor in VENDORS]
         printed = capsys.readouterr().out
-        assert all(word in printed for word in ("MB", "65 images", "Apache License 2.0", "CC BY 4.0", "https://"))
+        assert all(word in printed for word in ("Apache License 2.0", "CC BY 4.0"))
         assert load(Data(name="emoji", root=str(tmp_path / "data"))).classes == 3
         assert not list(tmp_path.rglob("sheet.png"))
         fetch_emoji.main(["--root", str(tmp_path / "data")])
@@ -139,5 +139,5 @@ class TestFetch:
             assert fetch_emoji.main(["--root", str(tmp_path)]) == 1
         printed = capsys.readouterr().err
         assert said in printed
-        assert f"unpack version {VERSION} of the npm packages as {tmp_path / 'emoji-datasource-google'}" in printed
+        assert f"unpack version {VERSION} of the npm package as {tmp_path / 'emoji-datasource-google'}" in printed
         assert not list(tmp_path.iterdir())

@@ -67,12 +67,6 @@ class TestStore:
                 name: (x.dtype, x.tolist()) for name, x in record.images.items()
             }
 
-    def test_records_of_selected_runs(self, store: Store) -> None:
-        for key in "abc":
-            store.add(Record(key, {}, failure=NAN))
-        assert list(store.records(["c", "a", "missing"])) == ["c", "a"]
-        assert store.get("missing") is None
-
     def test_numbers_that_are_not_finite_are_rejected(self, store: Store) -> None:
         with pytest.raises(ValueError, match="not JSON compliant"):
             store.add(record_of(run_of(0), nll=float("nan")))
@@ -151,11 +145,6 @@ class TestFailures:
         outer.__cause__ = error
         assert failure_of(error).kind == failure_of(outer).kind == kind
 
-    def test_a_checkpoint_that_cannot_be_written_is_a_disk_failure(self) -> None:
-        with pytest.raises(Exception) as caught:
-            torch.save({"weights": torch.zeros(100_000)}, "/dev/full")
-        assert failure_of(caught.value).kind == "disk"
-
     def test_keyboard_interrupt_is_not_caught(self, tmp_path: Path) -> None:
         def interrupted(*_: object) -> Record:
             raise KeyboardInterrupt
@@ -179,14 +168,6 @@ class TestLocal:
         assert good is not None
         assert good["threads"] == 1  # type: ignore[typeddict-item]
         assert good["pid"] != os.getpid()  # type: ignore[typeddict-item]
-
-    def test_closing_the_iterator_terminates_the_workers(self, tmp_path: Path, store: Store) -> None:
-        records: Any = local.train(runs_of("good", "held"), job, store, tmp_path, 1)
-        next(records)
-        until(lambda: len(list(tmp_path.glob("pid *"))) == 1)
-        records.close()
-        (pid,) = (int(mark.name.split()[1]) for mark in tmp_path.glob("pid *"))
-        until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 class TestRunner:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss
 
-from comparison.analysis import inference, intervals, summary
+from comparison.analysis import inference, intervals
 from comparison.analysis.inference import RunMetric, difference, holm, minimum_detectable, permutation_p
 from comparison.analysis.schema import Difference
 from comparison.run import metrics
@@ -63,13 +63,6 @@ class TestMetrics:
     def test_ece_can_be_recomputed_from_a_record(self) -> None:
         found = metrics.score(*made_scores(4))
         assert metrics.ece(found.images["confidence"], found.images["correct"]) == found.ece > 0
-
-    def test_reliability_bins_match_the_ece(self) -> None:
-        found = metrics.score(*made_scores(5))
-        bins = summary.reliability(found.images["confidence"], found.images["correct"])
-        assert sum(b.count for b in bins) == 300
-        assert [b.confidence for b in bins] == sorted(b.confidence for b in bins)
-        assert sum(b.count * abs(b.confidence - b.accuracy) for b in bins) / 3 == pytest.approx(found.ece)
 
     def test_metrics_of_resamples_match_direct_scoring(self) -> None:
         logits, labels = made_scores(7, images=50)
@@ -174,12 +167,6 @@ class TestIntervals:
             assert low <= theirs[0] + 1e-6
             assert high >= theirs[1] - 1e-6
             assert np.isfinite([low, high]).all()
-
-    def test_limits_are_at_most_five_times_the_t_interval(self) -> None:
-        """With few values, some resamples have almost no spread: uncapped, the limit would be thousands of times wider."""
-        values = np.array([0.0, 0.1, 0.2, 0.1, 3.0, 0.3])
-        half = student(values)[1] - values.mean()
-        assert intervals.over_seeds(values)[1] == pytest.approx(values.mean() + 5 * half)
 
     def test_limits_match_a_loop_over_bootstrap_t_samples(self) -> None:
         values = np.array([0.0, 0.15, 0.22, 0.4, 1.0, 0.3])

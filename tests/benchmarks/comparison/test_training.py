@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from comparison.run import training
-from comparison.run.footprint_check import changes, footprint
+from comparison.run.footprint_check import changes, kept
 from comparison.run.record import Outcome, Record
 from comparison.run.training import execute
 from comparison.spec.run_spec import Arm, Data, Model, Optimizer, Run
@@ -80,7 +80,7 @@ class TestPairs:
         assert made(tmp_path, arm=DROPBLOCK).outcome == dropblock.outcome
 
     def test_augmentation_is_independent_of_arm_and_masks(self, tmp_path: Path) -> None:
-        shifted = RUN.data.model_copy(update={"augmentation": "shift"})
+        shifted = RUN.data.model_copy(update={"augmentation": "crop-flip"})
         runs = [outcome_of(tmp_path, data=shifted, arm=arm) for arm in (NONE, DROPBLOCK.model_copy(update={"p": 0.0}))]
         assert runs[0]["weights_after"] == runs[1]["weights_after"]
         assert runs[0]["first_loss"] == runs[1]["first_loss"]
@@ -91,8 +91,7 @@ class TestOutcome:
         outcome = dropblock.outcome
         assert outcome is not None
         assert outcome["steps"] == 8
-        assert outcome["rates"] == [(2 * epoch, pytest.approx(0.2 * epoch / 4)) for epoch in range(5)]
-        assert (outcome["rate_at_end"], outcome["ramp_end"]) == (0.2, 8)
+        assert outcome["rate_at_end"] == 0.2
 
     def test_requested_and_dropped_rates_of_the_last_epochs(self, dropblock: Record) -> None:
         outcome = dropblock.outcome
@@ -101,7 +100,6 @@ class TestOutcome:
         assert outcome["asked"] == pytest.approx(0.2 * 6.5 / 8)
         # The standard deviation is about 0.003: 40 images with 16 + 24 maps of 16x16, and smaller ones.
         assert outcome["dropped"] == pytest.approx(outcome["asked"], abs=0.015)
-        assert [site["name"] for site in outcome["realised"]] == [f"layer{i}.0.bn2" for i in (1, 2, 3, 4)]
 
     def test_hooks_do_not_change_the_model(self, none: Outcome, dropblock: Record) -> None:
         assert none["changes"] is None
@@ -113,13 +111,12 @@ class TestOutcome:
         import hookdrop
 
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
-        before = footprint(model)
+        before = kept(model)
         drop = hookdrop.inject(model, "Dropout(p=0.5)", layers="1")
         model.add_module("2", torch.nn.Tanh())
         model[0].register_forward_hook(lambda *_: None)
         assert changes(model, drop, torch.zeros(2, 3), before) == [
-            "class, repr or state_dict keys of the original model",
-            "hook tables after removal",
+            *("repr after removal", "modules after removal", "hooks after removal"),
         ]
 
     def test_flags_contain_the_warnings_of_the_plan(self, tmp_path: Path) -> None:
@@ -129,24 +126,23 @@ class TestOutcome:
 
     def test_regularizers_that_drop_nothing_have_no_fraction(self, tmp_path: Path) -> None:
         noise = outcome_of(tmp_path, arm=Arm(name="n", call="GaussianNoise(std=0.1)", p=0.1, layers=SITES), max_steps=2)
-        assert (noise["asked"], noise["dropped"], noise["realised"], noise["sites"]) == (None, None, [], 4)
+        assert (noise["asked"], noise["dropped"], noise["sites"]) == (None, None, 4)
 
     def test_cutout_has_a_dropped_fraction_but_no_target(self, tmp_path: Path) -> None:
         cutout = outcome_of(tmp_path, arm=Arm(name="c", call="Cutout(p=1.0, size=2)", p=1.0, layers=SITES), max_steps=2)
-        assert (cutout["asked"], cutout["realised"]) == (None, [])
+        assert cutout["asked"] is None
         assert cutout["dropped"]
 
     def test_tuning_runs_are_scored_on_validation_images(self, tmp_path: Path) -> None:
         record = made(tmp_path, stage="tuning")
         assert record.outcome is not None
         assert record.outcome["scored_images"] == 40
-        assert record.outcome["nll"] == pytest.approx(record.outcome["validation"][-1]["nll"])
 
 
 class TestSettings:
     def test_max_steps_stops_early(self, tmp_path: Path) -> None:
         outcome = outcome_of(tmp_path, arm=DROPBLOCK, max_steps=3)
-        assert (outcome["steps"], outcome["ramp_end"], len(outcome["train_loss"])) == (3, None, 2)
+        assert (outcome["steps"], len(outcome["train_loss"])) == (3, 2)
 
     def test_bfloat16_trains_with_autocast(self, none: Outcome, tmp_path: Path) -> None:
         outcome = outcome_of(tmp_path, precision="bfloat16", max_steps=2)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from comparison.engines.store import Store
-from comparison.engines.work import Runner
-from comparison.run.record import Failure, Record
 from comparison.spec.arms import is_identity_at_0
 from comparison.spec.config import NONE, validate
 from comparison.spec.run_spec import Arm, Data, Model, Run
@@ -57,17 +52,6 @@ class TestSearch:
         found = result(search_of(DROPPING), failing=0.2)
         assert [trial.score is None for trial in found.trials] == [False, True, False]
         assert found.chosen["p"] in (0.1, 0.3)
-
-    def test_failed_runs_of_the_engine_have_no_score(self, tmp_path: Path) -> None:
-        def engine(runs: Sequence[Run], *_: object) -> Iterator[Record]:
-            for run in runs:
-                outcome: Any = {"nll": nll(run)}
-                failed = Record(run.key, {}, failure=Failure("nan", "the loss is nan"))
-                yield failed if run.arm.p == 0.2 else Record(run.key, {}, outcome=outcome)
-
-        trainer = Runner(Store(tmp_path), engine, tmp_path, lambda *_: nullcontext(lambda _: None))
-        (found,) = trainer.tune({("cell", "Dropout"): search_of(DROPPING)}).values()
-        assert [trial.score for trial in found.trials] == [pytest.approx(0.6), None, pytest.approx(0.6)]
 
     def test_tuned_settings_are_applied_to_the_run(self) -> None:
         tuned = {"p": 0.3, "lr": 0.5, "weight_decay": 0.0, "label_smoothing": 0.1}

@@ -113,7 +113,7 @@ def test_input_size_overrides_the_default_or_is_an_error(
     run: Any, run_error: Any, name: str, size: str, text: str
 ) -> None:
     for right, shape in ("64", "1x3x64x64"), ("3x96x64", "1x3x96x64"):
-        assert f"input {shape}" in run("layers", "resnet18", "--layers", "fc", "--input-size", right)[0]
+        assert f"input {shape}" in run("layers", "resnet18", "--only", "fc", "--input-size", right)[0]
     assert text in run_error("layers", name, f"--input-size={size}")
 
 
