@@ -225,7 +225,7 @@ class TestWhatItLeavesAlone:
         layer = Mixer(lambda *qkv: (seen.append(modes()), SDPA(*qkv))[1])
         model, expected = nn.Sequential(layer), layer(tokens())
         drop = inject(model, DropKey(P), layers="0", schedule=LinearSchedule(steps=10))
-        assert torch.equal(model(tokens()), expected)
+        torch.testing.assert_close(model(tokens()), expected)  # with a mask of zeros
         assert torch.equal(model(tokens()), expected)
         drop.step(10)
         assert torch.equal(model.eval()(tokens()), expected)
