@@ -65,7 +65,7 @@ MESSAGES = {
     ),
     # --- changes of the model
     "lost": (
-        "{it.name!r}: {n} of {it.known} sites lost their {it.what}: {sites}.\n"
+        "{it.name!r}: {n} of {it.known} sites lost their hook or rate: {sites}.\n"
         "  something replaced these modules after inject (reset_classifier, convert_sync_batchnorm, ...): "
         'inject again with on_existing="replace"{it.and_resume}.'
     ),

@@ -49,7 +49,6 @@ class Comparison:
         self._everything = [] if state.live.hidden_count else list(hooks_of(model))
         self.placed = [(module, hook) for module, hook in self._everything if hook.state is state]
         self.hooks = [hook for _, hook in self.placed] if hooks is None else hooks
-        self._rates = [one for one in state.live.members if one.is_attached and not isinstance(one, SiteHook)]
 
     @property
     def known(self) -> int:
@@ -57,16 +56,9 @@ class Comparison:
         return sum(site in self.state.live.known_sites for site in self.state.sites)
 
     @property
-    def what(self) -> str:
-        """What a site has."""
-        return "rate" if any(not isinstance(one, SiteHook) for one in self.state.live.members) else "hook"
-
-    @property
     def and_resume(self) -> str:
         """The call that resumes the schedule in a new injection."""
         return f", then drop.seek({self.state.step_count})" if self.state.step_count else ""
-
-    # --- changes
 
     @cached_property
     def lost(self) -> list[str]:
@@ -74,7 +66,8 @@ class Comparison:
         state, live = self.state, self.state.live
         if live.hidden_count:
             return []
-        there = {hook.site for _, hook in self.placed} | set(self.copied) | {one.site for one in self._rates}
+        there = {hook.site for _, hook in self.placed} | set(self.copied)
+        there |= {one.site for one in live.members if one.is_attached and not isinstance(one, SiteHook)}
         # A handle on a submodule does not report sites elsewhere in the model as lost.
         root = None if live.root is None else live.root()
         if all(module is not root for module in self.model.modules()):
@@ -108,8 +101,6 @@ class Comparison:
         """A module with weights, hooked at its output, has full backward hooks: PyTorch attaches them after ours."""
         outputs = [(module, hook.site) for module, hook in self.placed if hook.at == "output"]
         return [site for module, site in outputs if full_backward_hooks_of(module) and any(parameters_of(module))]
-
-    # --- use
 
     @property
     def rebuilt(self) -> bool:

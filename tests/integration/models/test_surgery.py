@@ -67,7 +67,7 @@ class TestLostHooks:
         with pytest.warns(HookdropWarning, match="lost their hook"):  # in the first training forward
             model(images)
         (problem,) = drop.check()
-        assert f"{len(lost)} of 4 sites lost their hook: {', '.join(map(repr, lost))}." in problem
+        assert f"{len(lost)} of 4 sites lost their hook or rate: {', '.join(map(repr, lost))}." in problem
         assert find(model).check() == [problem]
         left = [site for site in ("conv1", *NORMS, "fc") if site not in lost]
         assert hooked_modules(model) == left
@@ -84,7 +84,7 @@ class TestLostHooks:
         drop = inject(model, Dropout(0.5), layers="fc")
         replace_head(model)
         assert not find(model)
-        with pytest.warns(HookdropWarning, match="1 of 1 sites lost their hook: 'fc'"):
+        with pytest.warns(HookdropWarning, match="1 of 1 sites lost their hook or rate: 'fc'"):
             drop.remove()
         model(images)
 
@@ -109,7 +109,7 @@ class TestLostHooks:
         with without_hooks(model):
             assert drop.check() == []
         model[1] = nn.Linear(2, 2)
-        with pytest.warns(HookdropWarning, match="1 of 2 sites lost their hook: '1'"):
+        with pytest.warns(HookdropWarning, match="1 of 2 sites lost their hook or rate: '1'"):
             steps(10)
         steps(20)
 
@@ -266,7 +266,7 @@ class TestCopiedHooks:
         assert len(find(pair).sites) == 8
         part[0].bn1 = nn.BatchNorm2d(8)
         part(model.conv1(images))
-        assert "1 of 2 sites lost their hook: 'layer1.0.bn1'" in find(part).check()[0]
+        assert "1 of 2 sites lost their hook or rate: 'layer1.0.bn1'" in find(part).check()[0]
 
 
 class TestMovedModules:
@@ -287,7 +287,7 @@ class TestMovedModules:
     @pytest.mark.parametrize(
         ("surgery", "words"),
         [
-            (replace_head, "1 of 4 sites lost their hook: 'fc'"),
+            (replace_head, "1 of 4 sites lost their hook or rate: 'fc'"),
             (lambda model: setattr(model, "fc", nn.Sequential(nn.Tanh(), model.fc)), "'fc' moved to 'fc.1'"),
         ],
     )

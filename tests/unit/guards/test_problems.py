@@ -37,7 +37,7 @@ class TestChecks:
         assert drop.check() == []
         model[1] = nn.Dropout(0.7)
         (problem,) = drop.check()
-        assert problem.startswith("'set_dropout': 1 of 2 sites lost their rate: '1'")
+        assert problem.startswith("'set_dropout': 1 of 2 sites lost their hook or rate: '1'")
         model[0] = nn.Identity()
         assert [one.partition(":")[2][:7] for one in drop.check()] == [" 2 of 2"]
 

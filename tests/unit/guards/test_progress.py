@@ -159,7 +159,7 @@ class TestSchedules:
         model[1] = nn.Linear(2, 2)
         with pytest.warns(HookdropWarning) as caught:
             optimize(model, 3 * UPDATES_BEFORE_WARNING)
-        assert [str(w.message).partition(":")[2][:30] for w in caught] == [" 1 of 1 sites lost their hook:"]
+        assert [str(w.message).partition(":")[2][:29] for w in caught] == [" 1 of 1 sites lost their hook"]
         assert len(drop.check()) == 1
 
     @pytest.mark.parametrize(
