@@ -123,7 +123,7 @@ class _Hidden(NamedTuple):
     before: dict[str, Any]
     """Their values before; None if the module had none."""
     versions: dict[str, int]
-    """Those of the regularized parameters."""
+    """Those of the regularized parameters, in eager code and outside of inference mode."""
     frame: FrameType | None
     """What runs the module, in eager code."""
 
@@ -169,6 +169,7 @@ class ParameterHook(SiteHook):
 
     def _begin(self, frame: FrameType, is_compiled: bool, module: nn.Module, args: Any, *rest: Any) -> None:
         rate = self.train_rate if module.training else self.eval_rate
+        # The compiler skips the files of `torch.nn`, so it never compiles a forward there on its own.
         if is_compiled and rate is not None and not type(module).forward.__module__.startswith("torch.nn."):
             raise InjectionError(
                 f"{self.where}: the forward of {type(module).__name__} is compiled on its own, because the compiled "
@@ -228,7 +229,8 @@ class ParameterHook(SiteHook):
             names: Any = module._flat_weights_names
             weights = [changed.get(name, getattr(module, name)) for name in names]
             changed |= {"_flat_weights": weights, "_flat_weight_refs": [weakref.ref(weight) for weight in weights]}
-        versions = {} if is_compiling() else {name: version_of(changed[name]) for name in self.names if name in changed}
+        seen = [name for name in self.names if name in changed and not is_compiling()]
+        versions = {name: version_of(changed[name]) for name in seen if not changed[name].is_inference()}
         self.hidden.start(_Hidden({name: attributes.get(name) for name in changed}, versions, None))
         attributes.update(changed)
 
@@ -258,12 +260,13 @@ class ParameterHook(SiteHook):
         for hook in reversed(_hooks_on(module)):
             while hook.hidden.stack:
                 hook.restore(module)
-        copied = [name for name in self.names if name in vars(module) and name in module._parameters] * self.is_copy
-        self.is_copy = False
-        for name in copied:
-            del vars(module)[name]
-        if copied and isinstance(module, nn.RNNBase):
-            module._init_flat_weights()
+        if self.is_copy:
+            self.is_copy = False
+            copied = [name for name in self.names if name in vars(module) and name in module._parameters]
+            for name in copied:
+                del vars(module)[name]
+            if copied and isinstance(module, nn.RNNBase):
+                module._init_flat_weights()
 
 
 def _hooks_on(module: nn.Module) -> list[ParameterHook]:

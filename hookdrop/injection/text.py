@@ -100,6 +100,7 @@ def qualified_name(thing: Any) -> str:
 
 
 def _names_of(allow: Allowed) -> dict[str, Any]:
+    """Return what is allowed by full name, and by its own name unless that is ambiguous or one of hookdrop."""
     full = {qualified_name(each): each for each in allow}
     count = Counter(each.__name__ for each in full.values())
     own = {each.__name__: each for each in full.values() if count[each.__name__] == 1}

@@ -27,7 +27,7 @@ _RECIPES = {
     "NEFTune: ": "neftune(alpha=5)",
     ": block with ": "dropblock_resnet(p=0.1, block_size=7)",
 }
-"""The recipes that choose all layers of a kind, by a part of what fits."""
+"""The recipes that may choose all layers of a kind, by a part of what fits. One may refuse a model; `plan` says why."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Layers(list[LayerFacts]):
         fits = {fit for one in self for fit in one.fits}
         recipes = [recipe for part, recipe in _RECIPES.items() if any(part in fit for fit in fits)]
         recipes += ["set_dropout(p=0.1)"] * any(one.rates for one in self)
-        self._notes = [f"recipes that choose their layers: {', '.join(recipes)}"] if recipes else []
+        self._notes = [f"recipes to try with plan: {', '.join(recipes)}"] if recipes else []
 
     def _table(self) -> tuple[list[str], list[list[Any]]]:
         names, rows = {one.name for one in self}, []

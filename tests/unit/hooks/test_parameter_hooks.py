@@ -176,6 +176,14 @@ class TestContexts:
         drop.remove()
         assert all(name not in vars(layer[0]) for layer in (model, copied) for name in layer[0]._parameters)
 
+    @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.LSTM(6, 6)], ids=["Linear", "LSTM"])
+    def test_samples_in_inference_mode_equal_those_without_gradients(self, layer, x):
+        model, drop = placed(layer, tensor="weight*")
+        with drop.sampling(), torch.inference_mode():
+            found = first(seeded(model.eval(), x))
+        with drop.sampling(), torch.no_grad():
+            assert torch.equal(found, first(seeded(model, x)))
+
     def test_stacked_regularizers_act_one_after_the_other(self, linear, x):
         """The last one that is injected comes first."""
         model, _ = placed(linear)

@@ -43,7 +43,7 @@ def found(request: pytest.FixtureRequest) -> tuple[nn.Module, Layers]:
 
 def rows(found: Layers) -> list[tuple[str, str]]:
     """The pattern of each row with the rest of it."""
-    lines = str(found).splitlines()[3 : -1 if "recipes that" in str(found) else None]
+    lines = str(found).splitlines()[3 : -1 if "recipes to try" in str(found) else None]
     return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines]
 
 
