@@ -1,0 +1,156 @@
+"""Train one run and score it: its record is a plain dict that JSON can hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import warnings
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+import hookdrop
+from comparison.run.footprint_check import digest
+from comparison.run.record import environment
+from comparison.spec.run_spec import seed_of
+from language.arms import ARMS, Arm
+from language.corpus import Corpus
+from language.models import Decoder, Lstm, LstmWithDropout, StackedLstm
+
+BATCH, LENGTH = 20, 35
+import os
+EPOCHS = {"lstm": 40, "written_in": 40, "stacked": 40, "decoder": int(os.environ.get("DE",16))}
+LEARNING_RATES = {"lstm": 0.006, "written_in": 0.006, "stacked": 0.006, "decoder": float(os.environ.get("DL",.003))}
+EVERY = 2  # epochs between two measurements of the validation loss
+CLIP = 0.5
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings of a run; its key is the name of its file."""
+
+    arm: str
+    model: str
+    value: float  # which multiplies the rates of the arm
+    weight_decay: float
+    seed: int  # of the weights, the order of the paragraphs and the masks, in separate streams
+    corpus: str = ""  # SHA-256
+
+    @property
+    def key(self) -> str:
+        """The first 32 hexadecimal digits of the SHA-256 of the settings."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+    def with_seed(self, seed: int) -> Run:
+        """The same settings with another seed."""
+        return replace(self, seed=seed)
+
+
+def execute(run: Run, corpus: Corpus) -> dict[str, Any]:
+    """Train for all epochs, and score the weights of the epoch with the lowest validation loss, as for every arm."""
+    clock = time.perf_counter()
+    arm = next(arm for arm in ARMS if (arm.name, arm.model) == (run.arm, run.model))
+    order = torch.randperm(
+        len(corpus.tokens["train"]), generator=torch.Generator().manual_seed(seed_of(run.seed, "order"))
+    )
+    stream = torch.cat([corpus.tokens["train"][i] for i in order])
+    steps = EPOCHS[run.model] * len(_windows(stream))
+    torch.manual_seed(seed_of(run.seed, "weights"))
+    model = _build(arm, run.value)
+    weights = digest(model.state_dict().values())
+    drop, sites = _inject(arm, run.value, model, steps)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATES[run.model], weight_decay=run.weight_decay)
+    decay = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATES[run.model], total_steps=steps)
+    if drop and arm.ramp:
+        drop.follow(optimizer)
+    torch.manual_seed(seed_of(run.seed, "masks"))
+    losses: list[float] = []
+    validation: dict[int, float] = {}
+    best: dict[str, Tensor] = {}
+    for epoch in range(1, EPOCHS[run.model] + 1):
+        losses.append(_train_epoch(model, stream, optimizer, decay, drop if arm.penalizes else None))
+        if epoch % EVERY == 0:
+            validation[epoch] = _mean(score(model, corpus.tokens["validation"]))
+            if validation[epoch] == min(validation.values()):
+                best = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(best)
+    scored = {name: score(model, parts) for name, parts in corpus.tokens.items() if name not in ("train", "validation")}
+    return {
+        "run": asdict(run),
+        "sites": sites,
+        "weights_before": weights,
+        "weights_after": digest(best.values()),
+        "train_loss": losses,
+        "validation_loss": validation,
+        "best_epoch": min(validation, key=lambda epoch: validation[epoch]),
+        "paragraphs": {name: sums.tolist() for name, sums in scored.items()},
+        "words": corpus.words,
+        "removed": corpus.removed,
+        "environment": environment(),
+        "seconds": time.perf_counter() - clock,
+    }
+
+
+def score(model: nn.Module, paragraphs: list[Tensor]) -> Tensor:
+    """The summed negative log-likelihood in nats of each paragraph and its number of tokens: (P, 2)."""
+    stream = torch.cat(paragraphs)
+    paragraph_N = torch.arange(len(paragraphs)).repeat_interleave(torch.tensor([len(one) for one in paragraphs]))
+    sums_P2 = torch.zeros(len(paragraphs), 2, dtype=torch.float64)
+    state = None
+    model.eval()
+    with torch.no_grad():
+        for (x_BT, y_BT), (_, at_BT) in zip(_windows(stream), _windows(paragraph_N), strict=True):
+            logits_BTV, state = model(x_BT, state)
+            nll_N = cross_entropy(logits_BTV.flatten(0, 1), y_BT.flatten(), reduction="none").double()
+            sums_P2.index_add_(0, at_BT.flatten(), torch.stack([nll_N, torch.ones_like(nll_N)], 1))
+    return sums_P2
+
+
+def _mean(sums_P2: Tensor) -> float:
+    return float(sums_P2[:, 0].sum() / sums_P2[:, 1].sum())
+
+
+def _windows(stream_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The stream in `BATCH` rows, cut into windows, each with the next tokens as its targets."""
+    rows_BN = stream_N[: len(stream_N) // BATCH * BATCH].view(BATCH, -1)
+    ends = [*range(0, rows_BN.shape[1] - 1, LENGTH), rows_BN.shape[1] - 1]
+    return [(rows_BN[:, a:b], rows_BN[:, a + 1 : b + 1]) for a, b in pairwise(ends)]
+
+
+def _build(arm: Arm, value: float) -> nn.Module:
+    if arm.model == "decoder":
+        return Decoder()
+    return {"lstm": Lstm, "written_in": lambda: LstmWithDropout(value), "stacked": lambda: StackedLstm(value)}[arm.model]()
+
+
+def _inject(arm: Arm, value: float, model: nn.Module, steps: int) -> tuple[hookdrop.Injection | None, list[str]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'head.weight' shares a regularized weight", hookdrop.HookdropWarning)
+        for spec in arm.specs(value):
+            example = torch.zeros(2, LENGTH, dtype=torch.long)
+            hookdrop.inject(model, spec, total_steps=steps, example_input=example)
+    drop = hookdrop.find(model)
+    return drop or None, [f"{site.name}: {site.regularizer}" for site in drop.sites]
+
+
+def _train_epoch(model: nn.Module, stream: Tensor, optimizer: Any, decay: Any, penalized: Any) -> float:
+    model.train()
+    state, losses = None, []
+    for x_BT, y_BT in _windows(stream):
+        logits_BTV, state = model(x_BT, state)
+        if state is not None:
+            state = [tuple(part.detach() for part in layer) for layer in state]
+        loss = cross_entropy(logits_BTV.flatten(0, 1), y_BT.flatten())
+        (loss + penalized.penalty() if penalized else loss).backward()
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        decay.step()
+        losses.append(float(loss.detach()))
+    return sum(losses) / len(losses)
