@@ -38,7 +38,7 @@ def record_of(run: Run, **outcome: Any) -> Record:
     return Record(run.key, run.model_dump(mode="json"), said, images, seconds=0.1)
 
 
-def job(run: Run, scratch: Path) -> Record:
+def job(scratch: Path, run: Run) -> Record:
     """Count the start, and execute the job that the arm's name selects."""
     scratch.mkdir(parents=True, exist_ok=True)
     with (scratch / f"starts {run.key}").open("a") as file:

@@ -90,7 +90,6 @@ class Folder:
         """Create the folder if needed, and lock it."""
         self.path, self.store = path, Store(path.absolute() / "runs")
         self.report, self.summary = path / "report.html", path / "summary.json"
-        self.checkpoints = path / "checkpoints"
         self._plan, self._lock = path / "comparison.json", FileLock(path / "lock")
         try:
             self.store.path.mkdir(parents=True, exist_ok=True)

@@ -18,21 +18,19 @@ import torch
 import hookdrop
 from comparison.engines.store import Store
 from comparison.run.record import Failure, Kind, Record, environment
-from comparison.run.training import checkpoint_path, execute
+from comparison.run.training import execute
 from comparison.spec.run_spec import Run
 from comparison.spec.study import Tunings
 from comparison.spec.tuning import Search
 
-Job = Callable[[Run, Path], Record]
-"""Trains one run, with a folder for its checkpoints; must be picklable."""
-Engine = Callable[[Sequence[Run], Job, Store, Path], Iterator[Record]]
+Job = Callable[[Run], Record]
+"""Trains one run; must be picklable."""
+Engine = Callable[[Sequence[Run], Job, Store], Iterator[Record]]
 """Trains runs with a job, and yields the record of each when it finishes, including failed runs."""
 Watch = Callable[[int, str], AbstractContextManager[Callable[[Record], None]]]
 """Displays progress, given the number of runs and a title: its callback takes each finished record."""
 FRAMES, LONGEST = 4, 2000
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
-# `torch.save` raises the last two without the cause.
-_NO_ROOM = ("no space left on device", "failed writing file", "unexpected pos ")
 _DISK_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -46,7 +44,6 @@ class Runner:
 
     store: Store
     engine: Engine
-    scratch: Path
     watch: Watch
     retry: bool = False  # also failures that are not transient, after the user fixed their cause
     requested: dict[str, Record] = field(default_factory=dict)
@@ -60,11 +57,9 @@ class Runner:
             if not missing:
                 continue
             with self.watch(len(missing), f"{title}, once more after a kill" if again else title) as advance:
-                for record in self.engine(missing, execute, self.store, self.scratch):
+                for record in self.engine(missing, execute, self.store):
                     found[record.key] = record
                     advance(record)
-                    if record.done:
-                        checkpoint_path(self.scratch, record.key).unlink(missing_ok=True)
         self.requested |= found
         return found
 
@@ -86,11 +81,11 @@ def prepare() -> None:
     warnings.simplefilter("error", hookdrop.HookdropWarning)
 
 
-def guarded(job: Job, run: Run, scratch: Path) -> Record:
+def guarded(job: Job, run: Run) -> Record:
     """Run the job; return a failed record if it raises. KeyboardInterrupt is not caught."""
     started, clock = _now(), time.perf_counter()
     try:
-        return job(run, scratch)
+        return job(run)
     except (Exception, SystemExit) as error:
         failure = failure_of(error)
     # Free the memory that the traceback kept alive.
@@ -147,6 +142,6 @@ def _kind(error: BaseException) -> Kind:
         return "nan"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or number == errno.ENOMEM or no_memory:
         return "memory"
-    if number in _DISK_CODES or any(words in text for words in _NO_ROOM):
+    if number in _DISK_CODES or "no space left on device" in text:
         return "disk"
     return "killed" if isinstance(error, RuntimeError) and "dataloader worker" in text else "error"

@@ -1,16 +1,14 @@
-"""Train a run, with checkpoints from which it resumes bit-identically, and create its record."""
+"""Train a run, and create its record."""
 
 from __future__ import annotations
 
 import datetime
 import math
-import os
 import statistics
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,8 +26,6 @@ from comparison.spec.run_spec import Run
 MEASURED_PART = 20
 """The dropped fraction is measured in the last 1/20 of the epochs, where the rate is within 5 % of its target."""
 CHECKED_IMAGES = 200
-SECONDS = 20.0
-"""Minimum time between checkpoints."""
 
 
 @dataclass
@@ -42,80 +38,23 @@ class History:
     steps: int = 0
 
 
-class Checkpoint:
-    """The checkpoint file of a run, which is only replaced as a whole."""
-
-    def __init__(self, setup: RunSetup, folder: Path) -> None:
-        self._path = checkpoint_path(folder, setup.run.key)
-        self._setup, self._last = setup, time.monotonic()
-
-    def due(self) -> bool:
-        """Whether it is time for a checkpoint."""
-        return time.monotonic() - self._last >= SECONDS
-
-    def save(self, epoch: int, history: History) -> None:
-        """Save the state after an epoch."""
-        setup = self._setup
-        state = {
-            "epoch": epoch,
-            "history": asdict(history),
-            "parts": [part.state_dict() for part in self._parts()],
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(setup.device) if setup.device.type == "cuda" else None,
-        }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self._path)
-        self._last = time.monotonic()
-
-    def load(self) -> tuple[int, History]:
-        """Restore the state. Return the number of finished epochs and the history; a damaged file is ignored."""
-        try:
-            state = torch.load(self._path, weights_only=True, map_location="cpu")
-        except Exception:  # a missing file, or errors of many kinds
-            return 0, History()
-        for part, saved in zip(self._parts(), state["parts"], strict=True):
-            part.load_state_dict(saved)
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"], self._setup.device)
-        return state["epoch"], History(**state["history"])
-
-    def _parts(self) -> list[Any]:
-        setup = self._setup
-        return [setup.model, setup.optimizer, setup.decay, *([setup.drop] if setup.drop else [])]
-
-
-def checkpoint_path(folder: Path, key: str) -> Path:
-    """The checkpoint of a run."""
-    return folder / f"{key}.pt"
-
-
-def execute(run: Run, scratch: Path) -> Record:
-    """Train and score a run, and check the model's footprint; `scratch` is the folder for checkpoints.
-
-    The checkpoint is kept until the record is stored, in case the disk is full.
-    """
+def execute(run: Run) -> Record:
+    """Train and score a run, and check the model's footprint."""
     started, clock = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), time.perf_counter()
     setup = prepare(run)
-    outcome, images = _outcome(setup, *train(setup, Checkpoint(setup, scratch)))
+    outcome, images = _outcome(setup, *train(setup))
     seconds = time.perf_counter() - clock
     return Record(run.key, run.model_dump(mode="json"), outcome, images, None, environment(), started, seconds)
 
 
-def train(setup: RunSetup, checkpoint: Checkpoint) -> tuple[History, Any]:
-    """Train from the checkpoint to the last epoch, and measure the dropped fraction in the last epochs."""
-    done, history = checkpoint.load()
-    last = _last_epoch(setup)
-    measured, from_epoch = None, last - max(1, last // MEASURED_PART) + 1
+def train(setup: RunSetup) -> tuple[History, Any]:
+    """Train to the last epoch, and measure the dropped fraction in the last epochs."""
+    history, measured, last = History(), None, _last_epoch(setup)
     with ExitStack() as stack:
-        for epoch in range(done + 1, last + 1):
-            if setup.drop and epoch == from_epoch:
+        for epoch in range(1, last + 1):
+            if setup.drop and epoch == last - max(1, last // MEASURED_PART) + 1:
                 measured = stack.enter_context(setup.drop.recording(last=0)).totals
             _train_epoch(setup, history, epoch)
-            if epoch < from_epoch - 1 and checkpoint.due():
-                checkpoint.save(epoch, history)
     return history, measured
 
 

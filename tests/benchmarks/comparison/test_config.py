@@ -11,7 +11,6 @@ from torch import nn
 
 import hookdrop
 from comparison.run import models
-from comparison.run.pyramidnet import PyramidNet
 from comparison.spec import arms
 from comparison.spec.config import Config, validate
 from comparison.spec.run_spec import Arm, ConfigError, Model, generator, seed_of
@@ -208,14 +207,6 @@ class TestModels:
     def test_a_prefix_selects_the_library(self) -> None:
         assert models.build(Model(name="torchvision:resnet18"), 10, 3).fc.out_features == 10
         assert type(models.build(Model(name="resnet18"), 10, 1)).__module__.startswith("timm")
-
-    def test_pyramidnet_has_the_parameters_of_the_paper(self) -> None:
-        """Han et al. 2017: PyramidNet-200 with bottlenecks, alpha 240, has 26.8 M parameters on CIFAR-100."""
-        parameters = sum(parameter.numel() for parameter in PyramidNet(200, 240).parameters())
-        assert round(parameters / 1e6, 1) == 26.8
-        assert PyramidNet(20, 24, classes=7)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
-        with pytest.raises(ValueError, match="such as 191 or 200"):
-            PyramidNet(199)
 
 
 class TestSeeds:

@@ -15,7 +15,6 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -28,7 +27,6 @@ from comparison.data.catalog import check, load, loader
 from comparison.data.sources import stored
 from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data
-from tests.support.programs import ROOT
 
 
 def made(counts: list[int]) -> Task:
@@ -419,24 +417,3 @@ class TestImageFolder:
         write_images(tmp_path, files)
         with pytest.raises(DataError, match=rf"{re.escape(said)}(?s:.*)\nNothing was trained\.$"):
             folder_task(tmp_path)
-
-
-class TestCifar100Config:
-    def test_all_arms_are_valid_and_train_two_steps(self, write_cifar: Callable[[str], Path], tmp_path: Path) -> None:
-        """Train the full PyramidNet-200 on six images for two steps, because the whole comparison needs a GPU."""
-        pytest.importorskip("timm")
-        from comparison.preview import check_study
-        from comparison.run.training import execute
-        from comparison.spec import config
-        from comparison.spec.study import Study
-
-        path = ROOT / "benchmarks" / "configs" / "cifar100.yaml"
-        settings = yaml.safe_load(path.read_text())
-        settings["data"] |= {"root": str(write_cifar("cifar100")), "validation_size": 2, "workers": 0}
-        settings |= {"batch_size": 2, "max_steps": 2, "device": "cpu", "precision": "float32", "seeds": 2}
-        study = Study(config.validate(settings, path.name))
-        assert set(check_study(study).plans) == {"DropBlock", "DropPath"}
-        dropblock = next(entry for entry in study.entries({}) if entry.arm.name == "DropBlock")
-        outcome = execute(dropblock.runs[0], tmp_path).outcome
-        assert outcome is not None
-        assert (outcome["steps"], outcome["scored_images"], outcome["changes"]) == (2, 6, [])

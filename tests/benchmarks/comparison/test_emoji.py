@@ -1,25 +1,18 @@
-"""The dataset `emoji`, and the command that downloads it."""
+"""The dataset `emoji`."""
 
 from __future__ import annotations
 
-import io
-import subprocess
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-import fetch_emoji
 from comparison.data import catalog
 from comparison.data.catalog import check, load
-from comparison.data.emoji import VENDORS, VERSION
 from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data
-from tests.support.emoji_packages import CATEGORIES, files_of, png, write
+from tests.support.emoji_packages import CATEGORIES, png, write
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +55,7 @@ class TestEmoji:
 
     def test_the_hash_covers_every_image(self, task: Task, tmp_path: Path) -> None:
         catalog._load.cache_clear()
-        path = tmp_path / "emoji-datasource-twitter/img/twitter/64/fl3.png"
+        path = tmp_path / "node_modules/emoji-datasource-twitter/img/twitter/64/fl3.png"
         path.write_bytes(png("twitter", 80))
         assert load(Data(name="emoji", root=str(tmp_path))).sha256 != task.sha256
 
@@ -76,68 +69,17 @@ class TestErrors:
     def test_a_missing_package_names_the_command_that_downloads_it(self, tmp_path: Path) -> None:
         said = self.error(tmp_path)
         assert "'emoji-datasource-google' is not in" in said
-        assert f"python benchmarks/fetch_emoji.py --root {tmp_path}" in said
+        assert said.endswith(f"emoji-datasource-twitter@16.0.0 --prefix {tmp_path}\nNothing was trained.")
 
     def test_another_version_is_refused(self, tmp_path: Path) -> None:
         assert "version 15.0.0, but these results need 16.0.0" in self.error(write(tmp_path, "15.0.0"))
 
     @pytest.mark.parametrize("content", [None, b"not a PNG"])
     def test_a_missing_or_damaged_image_is_named(self, tmp_path: Path, content: bytes | None) -> None:
-        path = write(tmp_path) / "emoji-datasource-google/img/google/64/fo5.png"
+        path = write(tmp_path) / "node_modules/emoji-datasource-google/img/google/64/fo5.png"
         path.unlink() if content is None else path.write_bytes(content)
         assert "fo5.png" in self.error(tmp_path)
 
     def test_a_category_with_one_emoji_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(CATEGORIES, "Activities", 1)
         assert "has only one image of 'Activities'" in self.error(write(tmp_path))
-
-
-class TestFetch:
-    @pytest.fixture
-    def npm(self, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-        """An npm that packs the files of `files_of`; returns the commands."""
-        commands = []
-
-        def run(command: list[str], **options: Any) -> None:
-            commands.append(command)
-            vendor = next(vendor for vendor in VENDORS if vendor in command[2])
-            with tarfile.open(Path(command[-1], "package.tgz"), "w:gz") as archive:
-                for name, content in [*files_of(vendor).items(), ("img/sheet.png", b"large")]:
-                    member = tarfile.TarInfo(f"package/{name}")
-                    member.size = len(content)
-                    archive.addfile(member, io.BytesIO(content))
-
-        monkeypatch.setattr(subprocess, "run", run)
-        return commands
-
-    def test_downloads_what_the_dataset_needs_once(
-        self, npm: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert fetch_emoji.main(["--root", str(tmp_path / "data")]) == 0
-        assert [command[2] for command in npm] == [f"emoji-datasource-{vendor}@{VERSION}" for vendor in VENDORS]
-        printed = capsys.readouterr().out
-        assert all(word in printed for word in ("Apache License 2.0", "CC BY 4.0"))
-        assert load(Data(name="emoji", root=str(tmp_path / "data"))).classes == 3
-        assert not list(tmp_path.rglob("sheet.png"))
-        fetch_emoji.main(["--root", str(tmp_path / "data")])
-        assert len(npm) == 2
-        assert "already there" in capsys.readouterr().out
-
-    @pytest.mark.parametrize(
-        ("error", "said"),
-        [
-            (FileNotFoundError(2, "No such file", "npm"), "npm'"),
-            (subprocess.CalledProcessError(1, "npm", stderr="ENOTFOUND registry"), ": ENOTFOUND registry."),
-            (OSError(28, "No space left on device"), "No space left on device"),
-        ],
-        ids=["without npm", "without a network", "full disk"],
-    )
-    def test_failures_name_the_way_out(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, said: str
-    ) -> None:
-        with mock.patch("subprocess.run", side_effect=error):
-            assert fetch_emoji.main(["--root", str(tmp_path)]) == 1
-        printed = capsys.readouterr().err
-        assert said in printed
-        assert f"unpack version {VERSION} of the npm package as {tmp_path / 'emoji-datasource-google'}" in printed
-        assert not list(tmp_path.iterdir())

@@ -36,15 +36,15 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "runs")
 
 
-def train(runs: list[Run], store: Store, folder: Path, workers: int = 1) -> dict[str, Record]:
+def train(runs: list[Run], store: Store, workers: int = 1) -> dict[str, Record]:
     """Train with the local engine until nothing is missing, as the comparison does."""
-    trainer = Runner(store, partial(local.train, workers=workers), folder, lambda *_: nullcontext(lambda _: None))
+    trainer = Runner(store, partial(local.train, workers=workers), lambda *_: nullcontext(lambda _: None))
     return dict(trainer.ensure(runs, ""))
 
 
 @pytest.fixture(autouse=True)
-def jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "execute", job)
+def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(work, "execute", partial(job, tmp_path))
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -120,7 +120,7 @@ class TestFailures:
         self, tmp_path: Path, arm: str, kind: str, message: str
     ) -> None:
         run = run_of(3, arm)
-        record = guarded(job, run, tmp_path)
+        record = guarded(partial(job, tmp_path), run)
         assert record.failure is not None
         assert record.failure.kind == kind
         assert record.failure.message.startswith(message)
@@ -145,18 +145,18 @@ class TestFailures:
         outer.__cause__ = error
         assert failure_of(error).kind == failure_of(outer).kind == kind
 
-    def test_keyboard_interrupt_is_not_caught(self, tmp_path: Path) -> None:
+    def test_keyboard_interrupt_is_not_caught(self) -> None:
         def interrupted(*_: object) -> Record:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            guarded(interrupted, run_of(0), tmp_path)
+            guarded(interrupted, run_of(0))
 
 
 class TestLocal:
     def test_failed_and_killed_runs_become_records_and_the_others_finish(self, tmp_path: Path, store: Store) -> None:
         runs = runs_of("good", "killed_once", "nan", "mistake", "doubt", "good", "store_full")
-        found = train(runs, store, tmp_path)
+        found = train(runs, store)
         kinds = [failure.kind if (failure := found[run.key].failure) else "done" for run in runs]
         assert kinds == ["done", "done", "nan", "error", "error", "done", "disk"]
         assert starts(tmp_path) == {run.key: 1 + (run.arm.name == "killed_once") for run in runs}
@@ -175,7 +175,7 @@ class TestRunner:
 
     @pytest.mark.parametrize(("kind", "retry", "trained"), [("nan", False, 0), ("nan", True, 1), ("memory", False, 1)])
     def test_only_missing_runs_and_transient_failures_are_trained(
-        self, tmp_path: Path, store: Store, kind: Any, retry: bool, trained: int
+        self, store: Store, kind: Any, retry: bool, trained: int
     ) -> None:
         done, other = self.RUNS
         store.add(record_of(done))
@@ -186,7 +186,7 @@ class TestRunner:
             asked.extend(runs)
             return (record_of(run) for run in runs)
 
-        trainer = Runner(store, engine, tmp_path, lambda *_: nullcontext(lambda _: None), retry)
+        trainer = Runner(store, engine, lambda *_: nullcontext(lambda _: None), retry)
         trainer.ensure(self.RUNS, "")
         assert asked == [other] * trained
         assert set(trainer.requested) == {run.key for run in self.RUNS}
@@ -195,13 +195,13 @@ class TestRunner:
 DRIVER = """
 import sys
 from pathlib import Path
-from tests.benchmarks.comparison.test_engines import Store, train, work
+from tests.benchmarks.comparison.test_engines import Store, partial, train, work
 from tests.support.comparison_jobs import job, runs_of
 
 if __name__ == "__main__":
-    work.execute = job
     folder = Path(sys.argv[1])
-    train(runs_of("good", "slow", "good", "held", "good", "held", "slow", "good"), Store(folder / "runs"), folder, 2)
+    work.execute = partial(job, folder)
+    train(runs_of("good", "slow", "good", "held", "good", "held", "slow", "good"), Store(folder / "runs"), 2)
 """
 
 
@@ -226,6 +226,7 @@ def test_a_killed_driver_resumes_without_losing_or_repeating_runs(tmp_path: Path
 
 ON_RAY = """
 import json, sys
+from functools import partial
 from pathlib import Path
 from comparison.engines import ray
 from comparison.engines.store import Store
@@ -233,7 +234,7 @@ from tests.support.comparison_jobs import job, runs_of
 
 folder = Path(sys.argv[1])
 store = Store(folder / "runs")
-for record in ray.train(runs_of("good", "killed_once", "nan"), job, store, folder / "scratch", 1, None):
+for record in ray.train(runs_of("good", "killed_once", "nan"), partial(job, folder), store, 1):
     print(json.dumps([record.spec["arm"]["name"], record.failure and record.failure.kind]))
 """
 
@@ -256,9 +257,9 @@ class TestRay:
         with pytest.raises(
             EngineError, match=rf"cannot reach a Ray cluster at {address}: (.|\n)*Nothing was trained\."
         ):
-            next(ray.train(runs_of("good"), job, store, tmp_path, 1, address))
+            next(ray.train(runs_of("good"), partial(job, tmp_path), store, 1, address))
 
     def test_missing_ray_names_the_extra(self, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "ray", None)
         with pytest.raises(EngineError, match=r"Ray is not installed(.|\n)*hookdrop\[cluster\]"):
-            next(ray.train(runs_of("good"), job, store, tmp_path, 1, None))
+            next(ray.train(runs_of("good"), partial(job, tmp_path), store, 1))

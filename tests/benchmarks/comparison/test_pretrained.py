@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,9 +85,9 @@ class TestLinearProbe:
     def test_it_has_its_own_learning_rate(self) -> None:
         assert prepare(RUN).optimizer.param_groups[0]["lr"] == 0.1
 
-    def test_it_starts_from_the_weights_and_batches_of_none(self, tmp_path: Path) -> None:
+    def test_it_starts_from_the_weights_and_batches_of_none(self) -> None:
         none = RUN.model_copy(update={"arm": Arm(name="none", kind="none")})
-        probe, other = (execute(run, tmp_path).outcome for run in (RUN, none))
+        probe, other = (execute(run).outcome for run in (RUN, none))
         assert probe is not None
         assert other is not None
         assert (probe["weights_before"], probe["batches"]) == (other["weights_before"], other["batches"])

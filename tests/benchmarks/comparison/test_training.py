@@ -1,15 +1,13 @@
-"""Training runs of a comparison: pairs, controls, checkpoints and outcomes."""
+"""Training runs of a comparison: pairs, controls and outcomes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from comparison.run import training
 from comparison.run.footprint_check import changes, kept
 from comparison.run.record import Outcome, Record
 from comparison.run.training import execute
@@ -35,26 +33,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def made(folder: Path, **changes: Any) -> Record:
-    return execute(RUN.model_copy(update=changes), folder)
+def made(**changes: Any) -> Record:
+    return execute(RUN.model_copy(update=changes))
 
 
-def outcome_of(folder: Path, **changes: Any) -> Outcome:
-    outcome = made(folder, **changes).outcome
+def outcome_of(**changes: Any) -> Outcome:
+    outcome = made(**changes).outcome
     assert outcome is not None
     return outcome
 
 
 @pytest.fixture(scope="module")
-def none(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def none() -> Outcome:
     torch.set_num_threads(1)
-    return outcome_of(tmp_path_factory.mktemp("none"))
+    return outcome_of()
 
 
 @pytest.fixture(scope="module")
-def dropblock(tmp_path_factory: pytest.TempPathFactory) -> Record:
+def dropblock() -> Record:
     torch.set_num_threads(1)
-    return made(tmp_path_factory.mktemp("dropblock"), arm=DROPBLOCK)
+    return made(arm=DROPBLOCK)
 
 
 class TestPairs:
@@ -65,23 +63,23 @@ class TestPairs:
             assert other[what] == none[what]  # type: ignore[literal-required]
         assert other["weights_after"] != none["weights_after"]
 
-    def test_other_seeds_have_other_weights_and_batches(self, none: Outcome, tmp_path: Path) -> None:
-        other = outcome_of(tmp_path, seed=4)
+    def test_other_seeds_have_other_weights_and_batches(self, none: Outcome) -> None:
+        other = outcome_of(seed=4)
         assert other["weights_before"] != none["weights_before"]
         assert not set(other["batches"]) & set(none["batches"])
 
-    def test_p_0_is_bit_identical_to_none(self, none: Outcome, tmp_path: Path) -> None:
-        still = outcome_of(tmp_path, arm=DROPBLOCK.model_copy(update={"p": 0.0}))
+    def test_p_0_is_bit_identical_to_none(self, none: Outcome) -> None:
+        still = outcome_of(arm=DROPBLOCK.model_copy(update={"p": 0.0}))
         assert still["sites"] == 4
         for what in ("weights_after", "outputs", "train_loss", "nll"):
             assert still[what] == none[what]  # type: ignore[literal-required]
 
-    def test_runs_are_reproducible(self, dropblock: Record, tmp_path: Path) -> None:
-        assert made(tmp_path, arm=DROPBLOCK).outcome == dropblock.outcome
+    def test_runs_are_reproducible(self, dropblock: Record) -> None:
+        assert made(arm=DROPBLOCK).outcome == dropblock.outcome
 
-    def test_augmentation_is_independent_of_arm_and_masks(self, tmp_path: Path) -> None:
+    def test_augmentation_is_independent_of_arm_and_masks(self) -> None:
         shifted = RUN.data.model_copy(update={"augmentation": "crop-flip"})
-        runs = [outcome_of(tmp_path, data=shifted, arm=arm) for arm in (NONE, DROPBLOCK.model_copy(update={"p": 0.0}))]
+        runs = [outcome_of(data=shifted, arm=arm) for arm in (NONE, DROPBLOCK.model_copy(update={"p": 0.0}))]
         assert runs[0]["weights_after"] == runs[1]["weights_after"]
         assert runs[0]["first_loss"] == runs[1]["first_loss"]
 
@@ -119,73 +117,36 @@ class TestOutcome:
             *("repr after removal", "modules after removal", "hooks after removal"),
         ]
 
-    def test_flags_contain_the_warnings_of_the_plan(self, tmp_path: Path) -> None:
+    def test_flags_contain_the_warnings_of_the_plan(self) -> None:
         covering = DROPBLOCK.model_copy(update={"call": "DropBlock(p=0.2, block_size=7)"})
-        flags = outcome_of(tmp_path, arm=covering, max_steps=2)["flags"]
+        flags = outcome_of(arm=covering, max_steps=2)["flags"]
         assert any("covers the whole 4x4 map" in flag for flag in flags)
 
-    def test_regularizers_that_drop_nothing_have_no_fraction(self, tmp_path: Path) -> None:
-        noise = outcome_of(tmp_path, arm=Arm(name="n", call="GaussianNoise(std=0.1)", p=0.1, layers=SITES), max_steps=2)
+    def test_regularizers_that_drop_nothing_have_no_fraction(self) -> None:
+        noise = outcome_of(arm=Arm(name="n", call="GaussianNoise(std=0.1)", p=0.1, layers=SITES), max_steps=2)
         assert (noise["asked"], noise["dropped"], noise["sites"]) == (None, None, 4)
 
-    def test_cutout_has_a_dropped_fraction_but_no_target(self, tmp_path: Path) -> None:
-        cutout = outcome_of(tmp_path, arm=Arm(name="c", call="Cutout(p=1.0, size=2)", p=1.0, layers=SITES), max_steps=2)
+    def test_cutout_has_a_dropped_fraction_but_no_target(self) -> None:
+        cutout = outcome_of(arm=Arm(name="c", call="Cutout(p=1.0, size=2)", p=1.0, layers=SITES), max_steps=2)
         assert cutout["asked"] is None
         assert cutout["dropped"]
 
-    def test_tuning_runs_are_scored_on_validation_images(self, tmp_path: Path) -> None:
-        record = made(tmp_path, stage="tuning")
+    def test_tuning_runs_are_scored_on_validation_images(self) -> None:
+        record = made(stage="tuning")
         assert record.outcome is not None
         assert record.outcome["scored_images"] == 40
 
 
 class TestSettings:
-    def test_max_steps_stops_early(self, tmp_path: Path) -> None:
-        outcome = outcome_of(tmp_path, arm=DROPBLOCK, max_steps=3)
+    def test_max_steps_stops_early(self) -> None:
+        outcome = outcome_of(arm=DROPBLOCK, max_steps=3)
         assert (outcome["steps"], len(outcome["train_loss"])) == (3, 2)
 
-    def test_bfloat16_trains_with_autocast(self, none: Outcome, tmp_path: Path) -> None:
-        outcome = outcome_of(tmp_path, precision="bfloat16", max_steps=2)
+    def test_bfloat16_trains_with_autocast(self, none: Outcome) -> None:
+        outcome = outcome_of(precision="bfloat16", max_steps=2)
         assert outcome["first_loss"] == pytest.approx(none["first_loss"], rel=0.02)
         assert outcome["first_loss"] != none["first_loss"]
 
-    def test_a_nonfinite_loss_raises(self, tmp_path: Path) -> None:
+    def test_a_nonfinite_loss_raises(self) -> None:
         with pytest.raises(FloatingPointError, match=r"the loss of optimizer step \d+ \(epoch 1\) is (nan|inf)"):
-            outcome_of(tmp_path, optimizer=Optimizer(name="SGD", lr=1e30))
-
-
-class TestCheckpoints:
-    @pytest.mark.parametrize("arm", [NONE, DROPBLOCK], ids=["none", "DropBlock"])
-    def test_a_resumed_run_is_bit_identical(self, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(training, "SECONDS", 0.0)
-        run, saved = RUN.model_copy(update={"arm": arm, "epochs": 6}), []
-        save = training.Checkpoint.save
-
-        def interrupted(checkpoint: training.Checkpoint, epoch: int, history: Any) -> None:
-            saved.append(epoch)
-            if saved == [1, 2, 3, 4]:
-                raise KeyboardInterrupt
-            save(checkpoint, epoch, history)
-
-        monkeypatch.setattr(training.Checkpoint, "save", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            execute(run, tmp_path)
-        resumed = execute(run, tmp_path)
-        assert saved == [1, 2, 3, 4, 4]
-        # The checkpoint is kept until the record is stored.
-        assert list(tmp_path.iterdir()) == [training.checkpoint_path(tmp_path, run.key)]
-        whole = execute(run, tmp_path / "whole")
-        assert resumed.outcome == whole.outcome
-
-    @pytest.mark.parametrize("content", [b"", b"torn", b"PK\x03\x04 torn"])
-    def test_a_damaged_checkpoint_is_ignored(self, none: Outcome, tmp_path: Path, content: bytes) -> None:
-        (tmp_path / f"{RUN.key}.pt").write_bytes(content)
-        assert outcome_of(tmp_path) == none
-
-    def test_measured_epochs_are_not_checkpointed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(training, "SECONDS", 0.0)
-        saved: list[int] = []
-        monkeypatch.setattr(training.Checkpoint, "save", lambda _, epoch, history: saved.append(epoch))
-        outcome_of(tmp_path, epochs=4)
-        assert saved == [1, 2]
-        assert training.MEASURED_PART == 20
+            outcome_of(optimizer=Optimizer(name="SGD", lr=1e30))
