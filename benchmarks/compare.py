@@ -91,7 +91,7 @@ def _run(
     """Train all missing runs. Return the arms and the records of all requested runs."""
     address = {"address": args.address} if args.engine == "ray" else {}
     engine = partial(ray.train if args.engine == "ray" else local.train, workers=args.workers, **address)
-    trainer = Runner(folder.store, engine, partial(watch, console), args.retry)
+    trainer = Runner(folder.store, engine, partial(watch, console))
     entries = study.entries(trainer.tune(study.searches()))
     # Seed by seed, so that an interrupted comparison has complete pairs.
     trainer.ensure([entry.runs[seed] for seed in entries[0].runs for entry in entries], "Final runs")

@@ -15,12 +15,13 @@ import copy
 import gc
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import timm
 import torch
 import torchvision
@@ -31,7 +32,7 @@ import hookdrop
 import peers
 import program
 from hookdrop import DropBlock, Dropout, LateSchedule, LinearSchedule
-from timing import Samples, measure, time_call, warn_if_busy
+from timing import measure, time_call, warn_if_busy
 
 MODELS = {"torchvision": torchvision.models.resnet50, "timm": partial(timm.create_model, "resnet50")}
 BLOCKS, INPUTS, QUICK_INPUTS = "layer?.*", ((1, 224), (8, 224), (1, 64)), ((1, 32),)
@@ -56,11 +57,10 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
     return {"low": low, "median": float(np.median(values)), "high": high, "values": values}
 
 
-def compared(samples: Mapping[str, Samples], over: str, under: str, scale: float = 0.0) -> list[float]:
+def compared(samples: pd.DataFrame, over: str, under: str, scale: float = 0.0) -> list[float]:
     """Divide the times of `over` by those of `under` in the rounds that have both, or subtract them, times `scale`."""
-    above, below = samples[over].seconds, samples[under].seconds
-    turns = [turn for turn in above if turn in below]
-    return [scale * (above[turn] - below[turn]) if scale else above[turn] / below[turn] for turn in turns]
+    above, below = samples.seconds[over].align(samples.seconds[under], join="inner")
+    return [*(scale * (above - below) if scale else above / below)]
 
 
 def forward(options: argparse.Namespace, console: Console) -> Rows:
@@ -177,11 +177,8 @@ def _part(name: str, options: argparse.Namespace, console: Console) -> dict[str,
     """Measure, print a table, and return the numbers."""
     title, digits, measured = ROWS[name]
     rows = {label: interval(values) for label, values in measured(options, console).items()}
-    table = program.new_table(f"\n{title}", "", "median [95 %]")
-    for label, row in rows.items():
-        low, median, high = (f"{row[key]:.{digits}f}" for key in ("low", "median", "high"))
-        table.add_row(label, f"{median} [{low}, {high}]")
-    console.print(table)
+    shown = {label: {key: f"{row[key]:.{digits}f}" for key in ("low", "median", "high")} for label, row in rows.items()}
+    program.show(console, f"{title}, with the 95 % interval of the median", shown)
     return {"title": title, "rows": rows}
 
 

@@ -31,9 +31,8 @@ import torch
 from jinja2 import Environment, FileSystemLoader
 from pebble import ProcessExpired, ProcessPool
 
-from machine import machine_info
 from models.check import CheckFailed, NotRunnable
-from program import make_console, say
+from program import machine_info, make_console, say
 
 STATUSES = {
     "passed": "all checks passed",
@@ -156,11 +155,9 @@ def _checked(check: Check, name: str, options: argparse.Namespace) -> Record:
     return record | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def records(path: Path, name: str = "*") -> list[Record]:
-    """Return the last record of each model in the journals of a folder, or in a JSON report."""
+def records(path: Path, name: str) -> list[Record]:
+    """Return the last record of each model in the journals of a folder."""
     found: dict[str, Record] = {}
-    if path.suffix == ".json":
-        return list(json.loads(path.read_text())["models"])
     for text in (text for file in sorted(path.glob(f"{name}-*.jsonl")) for text in file.read_text().splitlines()):
         with suppress(json.JSONDecodeError):  # a process that ended while writing leaves half a line
             one = json.loads(text)

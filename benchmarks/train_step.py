@@ -72,7 +72,7 @@ def compare(part: str, options: argparse.Namespace, console: Console) -> dict[st
             yield name, {variant: made(variant, options) for variant in variants}
 
     pairs = [(variant, CLEAN) for variant in variants if variant != CLEAN]
-    return race(f"\nA training step, {part}", cases(), pairs, options, console)
+    return race(f"A training step, {part}", cases(), pairs, options, console)
 
 
 def _resnet_step(part: str, name: str, options: argparse.Namespace) -> Step:

@@ -49,10 +49,9 @@ Calls = dict[str, Call]
 
 @dataclass
 class Findings:
-    """How each layer and block reduces, and the problems, by the name of the layer."""
+    """The problems, by the name of the layer."""
 
     layers: int
-    kinds: dict[str, str] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
 
 
@@ -82,7 +81,7 @@ def check_sites(
             plain = record(model, runs, [*inside, *sites])
         with _scaled(model, dict.fromkeys(sites, 0.0)):
             calls = record(model, runs, inside)
-            zeroed = {name: _reduction(model.get_submodule(name), call) for name, call in calls.items()}
+            zeroed = {name: _reduces(model.get_submodule(name), call) for name, call in calls.items()}
         for name, layer in layers:
             # The blocks of a container that is never called are checked below.
             container = name not in plain and any(block.startswith(f"{name}.") for block in known)
@@ -90,7 +89,6 @@ def check_sites(
                 _check_layer(name, layer, plain, zeroed, found)
         for name in known.keys() & zeroed.keys():
             if zeroed[name]:
-                found.kinds.setdefault(name, zeroed[name])
                 found.problems.pop(name, None)
             elif name not in inner:
                 _add_problem(found, name, model.get_submodule(name))
@@ -102,17 +100,16 @@ def check_sites(
     return found
 
 
-def _check_layer(name: str, layer: nn.Module, plain: Calls, zeroed: Mapping[str, str], found: Findings) -> None:
+def _check_layer(name: str, layer: nn.Module, plain: Calls, zeroed: Mapping[str, bool], found: Findings) -> None:
     """Check that a layer reduces to its skip, or that all layers inside it do."""
     inner = [pair for _, layers in stacks(layer, f"{name}.") for pair in layers]
     if isinstance(layer, nn.ModuleList):
         inner = [(f"{name}.{index}", child) for index, child in layer.named_children()]
     if zeroed.get(name) and not plain[name].returns_an_input:
-        found.kinds[name] = zeroed[name]
-    elif inner:
-        for inner_name, child in inner:
-            _check_layer(inner_name, child, plain, zeroed, found)
-    else:
+        return
+    for inner_name, child in inner:
+        _check_layer(inner_name, child, plain, zeroed, found)
+    if not inner:
         _add_problem(found, name, layer)
 
 
@@ -129,21 +126,19 @@ def _add_problem(found: Findings, name: str, layer: nn.Module) -> None:
         found.problems[name] = f"{type(layer).__name__} does not reduce to its skip"
 
 
-def _reduction(layer: nn.Module, call: Call) -> str:
-    """Return "input", "vectors" or "projection" by what the output of a layer without branches depends on, or ""."""
+def _reduces(layer: nn.Module, call: Call) -> bool:
+    """Whether the output of a layer without branches depends on its input, and on no matrix but a projection."""
     if call.returns_an_input:
-        return "input"
+        return True
     if not call.outputs or not call.inputs or (_varies(call.inputs[0]) and not _varies(call.outputs[0])):
-        return ""
+        return False
     matrices = {key: p for key, p in layer.named_parameters() if p.requires_grad and p.dim() > 1}
     if not matrices or not call.outputs[0].requires_grad:
-        return "vectors"
+        return True
     loss = call.outputs[0].square().sum()
     gradients = torch.autograd.grad(loss, list(matrices.values()), retain_graph=True, allow_unused=True)
     used = [key for key, gradient in zip(matrices, gradients, strict=True) if gradient is not None and gradient.any()]
-    if not all(key.startswith(_PROJECTIONS) for key in used):
-        return ""
-    return "projection" if used else "vectors"
+    return all(key.startswith(_PROJECTIONS) for key in used)
 
 
 def _varies(x: Tensor) -> bool:

@@ -93,7 +93,7 @@ def check_depth(model: nn.Module, planned: Planned) -> Record:
         name: problem for name, problem in found.problems.items() if not _is_warned(name, warnings, name in blocks)
     }
     require(not silent, "; ".join(f"{name}: {problem}" for name, problem in [*silent.items()][:2]))
-    record: Record = {"layers": found.layers, "reduces": sorted(set(found.kinds.values()))}
+    record: Record = {"layers": found.layers}
     if found.problems:
         classes = sorted({problem.split()[0] for problem in found.problems.values()})
         record["error"] = f"not recognized, with a warning: {', '.join(classes)}"

@@ -13,15 +13,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
 import overhead
+import timing
 from hookdrop import Dropout, inject
 from hookdrop.hooks.hook import SiteHook
 from program import make_console
 from tests.support.models import Small
-from timing import Samples
+from timing import COUNTS, Quartiles
 
 
 def count_calls(job: Callable[[], object]) -> int:
@@ -40,16 +42,22 @@ def count_calls(job: Callable[[], object]) -> int:
     return count
 
 
-def measure_calls(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Samples]:
+def measure_calls(jobs: Mapping[str, Callable[[], object]], rounds: int) -> pd.DataFrame:
     """Like `timing.measure`, with function calls as microseconds."""
     for job in jobs.values():
         job()
     gc.collect()
     gc.disable()  # finalizers would count as calls
     try:
-        return {name: Samples({0: 1e-6 * count_calls(job)}, {0: 0.0}, {0: 0.0}) for name, job in jobs.items()}
+        turns = {(name, 0): (1e-6 * count_calls(job), 0.0, 0.0) for name, job in jobs.items()}
     finally:
         gc.enable()
+    return samples(turns)
+
+
+def samples(turns: Mapping[tuple[str, int], tuple[float, float, float]]) -> pd.DataFrame:
+    """What `timing.measure` returns."""
+    return pd.DataFrame([*turns.values()], columns=COUNTS, index=pd.MultiIndex.from_tuples(turns))
 
 
 OPTIONS = argparse.Namespace(quick=True, rounds=1, device="cpu")
@@ -107,6 +115,8 @@ class TestRows:
         assert 180 <= sum(one["low"] <= 1.0 <= one["high"] for one in found) <= 199
 
     def test_only_rounds_with_both_jobs_are_compared(self) -> None:
-        samples = {"a": Samples({0: 2.0, 3: 9.0}), "b": Samples({0: 1.0, 1: 100.0, 3: 3.0})}
-        assert overhead.compared(samples, "a", "b") == [2.0, 3.0]
-        assert overhead.compared(samples, "a", "b", 10.0) == [10.0, 60.0]
+        seconds = {("a", 0): 2.0, ("a", 3): 9.0, ("b", 0): 1.0, ("b", 1): 100.0, ("b", 3): 3.0}
+        found = samples({turn: (value, 0.0, 0.0) for turn, value in seconds.items()})
+        assert overhead.compared(found, "a", "b") == [2.0, 3.0]
+        assert overhead.compared(found, "a", "b", 10.0) == [10.0, 60.0]
+        assert timing.ratios(found, "a", "b") == Quartiles(2.25, 2.5, 2.75)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ import train_step
 from hookdrop.kernels import native as kernel
 from speed import PAIRS, saved_bytes
 from tests.support.programs import ROOT
-from timing import Quartiles, Samples
+from timing import Quartiles
 
 BENCHMARKS = ROOT / "benchmarks"
 SHAPES = ["2x4x28x28", "3x2x22x21"]
@@ -95,7 +96,7 @@ def test_single_part_without_the_kernel(tmp_path: Path) -> None:
     arguments = ("--rounds", "2", "--part", "main", "--json", str(tmp_path / "a.json"))
     text = run("speed.py", *arguments, HOOKDROP_KERNEL="0")
     results = json.loads((tmp_path / "a.json").read_text())
-    assert "not built" in text
+    assert "kernel: False" in text
     assert set(results) == {"machine", "settings", "main"}
     assert not [name for name in results["main"][SHAPES[0]]["times"] if name.endswith(peers.NO_KERNEL)]
 
@@ -157,18 +158,13 @@ class TestPeers:
         peers.implementations()[peers.BATCH].job(x, grad)()
         assert x.grad is None
 
-    @pytest.mark.parametrize("text", ["2x3", "2x3x4", "2x0x4x4", "axbxcxd"])
-    def test_invalid_shapes_are_rejected(self, text: str) -> None:
-        with pytest.raises(ValueError):
-            peers.shape(text)
-
 
 class TestTiming:
     def test_rounds_run_all_jobs_in_random_order(self) -> None:
         log: list[str] = []
         jobs = {name: (lambda name=name: log.append(name)) for name in "abcdef"}
         samples = timing.measure(jobs, rounds=6)
-        assert all(list(times.seconds) == list(range(6)) for times in samples.values())
+        assert sorted(samples.index) == [(name, turn) for name in "abcdef" for turn in range(6)]
         # Consecutive calls of a job are repeats within one turn.
         turns = [name for i, name in enumerate(log) if i == 0 or log[i - 1] != name]
         assert turns[:6] == list("abcdef")
@@ -177,15 +173,12 @@ class TestTiming:
 
     def test_slow_jobs_run_in_every_third_round(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(timing, "SLOW", -1.0)
-        assert list(timing.measure({"a": lambda: None}, rounds=7)["a"].seconds) == [0, 3, 6]
-
-    def test_ratios_use_only_rounds_with_both_jobs(self) -> None:
-        samples = {"a": Samples({0: 2.0, 3: 9.0}), "b": Samples({0: 1.0, 1: 100.0, 2: 100.0, 3: 3.0})}
-        assert timing.ratios(samples, "a", "b") == Quartiles(2.25, 2.5, 2.75)
+        assert [*timing.measure({"a": lambda: None}, rounds=7).index] == [("a", 0), ("a", 3), ("a", 6)]
 
     def test_preempted_fraction_counts_turns_with_many_context_switches(self) -> None:
-        calm, busy = Samples({0: 0.1}, {0: 0.0}, {0: 1.0}), Samples({0: 0.1}, {0: 0.0}, {0: 25.0})
-        assert timing.preempted_fraction({"a": calm, "b": busy}) == 0.5
+        assert (
+            timing.preempted_fraction(pd.DataFrame([(0.1, 0.0, 1.0), (0.1, 0.0, 25.0)], columns=timing.COUNTS)) == 0.5
+        )
 
     def test_quartiles_of_one_value(self) -> None:
         assert str(Quartiles.of([1.5])) == "1.50 [1.50, 1.50]"

@@ -110,7 +110,7 @@ class TestReport:
         "path", sorted(RESULTS.glob("transformers/*.json")) + sorted(RESULTS.glob("zoo/**/*.json"))
     )
     def test_committed_reports_can_be_read(self, path: Path) -> None:
-        found = sweep.records(path)
+        found = json.loads(path.read_text())["models"]
         names = [record["name"] for record in found]
         assert len(names) == len(set(names))
         assert {record["status"] for record in found} <= set(sweep.STATUSES)

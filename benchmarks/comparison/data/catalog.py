@@ -65,14 +65,9 @@ def cifar(data: Data) -> Task:
     kind, statistics = _CIFAR[data.name]
     try:
         train, test = (kind(data.root, train=part, download=True) for part in (True, False))
-    # Network, disk, archive and pickle errors have no common base class.
-    except Exception as error:
-        raise DataError(
-            f"cannot load or download {data.name!r}: {type(error).__name__}: {error}",
-            f"download: {kind.url}",
-            f"put it:   into {Path(data.root).absolute()} (`root`), as {kind.filename} or extracted as "
-            f"{kind.base_folder}/",
-        ) from error
+    except Exception as error:  # network, disk, archive and pickle errors have no common base class
+        how = f"put {kind.url} into {Path(data.root).absolute()} (`root`)"
+        raise DataError(f"cannot load or download {data.name!r}: {type(error).__name__}: {error}", how) from error
     x_NCHW = torch.cat([torch.from_numpy(part.data) for part in (train, test)]).permute(0, 3, 1, 2).contiguous()
     source = stored(x_NCHW, data.image_size, data.augmentation, statistics=statistics)
     pool, held = torch.arange(len(x_NCHW)).tensor_split([len(train)])

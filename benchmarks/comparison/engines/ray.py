@@ -83,17 +83,10 @@ def _cluster(ray: Any, address: str | None, workers: int) -> Iterator[None]:
     if address is None:
         env: dict[str, Any] = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
         settings = {"address": "local", "num_cpus": workers, "include_dashboard": False, "runtime_env": env}
-        hint = "  use --engine local."
     else:
         code = str(Path(hookdrop.__file__).parent)
         env = {"working_dir": str(BENCHMARKS), "excludes": ["results", "**/__pycache__"], "py_modules": [code]}
         settings = {"address": address, "runtime_env": env}
-        hint = (
-            "  check its status:          ray status\n"
-            "  start a cluster:           ray start --head\n"
-            "  use this machine instead:  omit --address\n"
-            "  If the cluster uses token authentication, set RAY_AUTH_MODE=token and the token here too."
-        )
     try:
         host, _, port = (address or "").rpartition("://")[2].rpartition(":")
         if port.isdigit():
@@ -101,8 +94,11 @@ def _cluster(ray: Any, address: str | None, workers: int) -> Iterator[None]:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init(logging_level="error", log_to_driver=False, **settings)
     except (ConnectionError, ValueError, RuntimeError, OSError, ray.exceptions.RayError) as error:
-        what = f"cannot reach a Ray cluster at {address}" if address else "cannot start Ray on this machine"
-        raise work.EngineError(f"{what}: {error}\n{hint}\nNothing was trained.") from error
+        raise work.EngineError(
+            f"cannot reach a Ray cluster at {address or 'this machine'}: {error}\n"
+            "  check it with `ray status`; if it uses tokens, set RAY_AUTH_MODE=token and the token here too;\n"
+            "  or omit --address, or use --engine local.\nNothing was trained."
+        ) from error
     try:
         yield
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import time
 import traceback
@@ -17,7 +16,7 @@ import torch
 
 import hookdrop
 from comparison.engines.store import Store
-from comparison.run.record import Failure, Kind, Record, environment
+from comparison.run.record import Failure, Record, environment
 from comparison.run.training import execute
 from comparison.spec.run_spec import Run
 from comparison.spec.study import Tunings
@@ -30,8 +29,6 @@ Engine = Callable[[Sequence[Run], Job, Store], Iterator[Record]]
 Watch = Callable[[int, str], AbstractContextManager[Callable[[Record], None]]]
 """Displays progress, given the number of runs and a title: its callback takes each finished record."""
 FRAMES, LONGEST = 4, 2000
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
-_DISK_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class EngineError(Exception):
@@ -45,7 +42,6 @@ class Runner:
     store: Store
     engine: Engine
     watch: Watch
-    retry: bool = False  # also failures that are not transient, after the user fixed their cause
     requested: dict[str, Record] = field(default_factory=dict)
 
     def ensure(self, runs: Sequence[Run], title: str) -> Mapping[str, Record]:
@@ -53,7 +49,7 @@ class Runner:
         wanted = {run.key: run for run in runs}
         found = self.store.records(wanted)
         for again in (False, True):
-            missing = [run for key, run in wanted.items() if self._should_train(found.get(key), again)]
+            missing = [run for key, run in wanted.items() if _is_missing(found.get(key), again)]
             if not missing:
                 continue
             with self.watch(len(missing), f"{title}, once more after a kill" if again else title) as advance:
@@ -63,16 +59,17 @@ class Runner:
         self.requested |= found
         return found
 
-    def _should_train(self, record: Record | None, again: bool) -> bool:
-        if record is None or record.failure is None:
-            return record is None
-        return record.failure.kind == "killed" if again else self.retry or record.failure.transient
-
     def tune(self, searches: Mapping[tuple[str, str], Search]) -> Tunings:
         """Run all searches."""
         records = self.ensure([run for search in searches.values() for run in search.runs()], "Tuning")
         losses = {key: record.outcome["nll"] if record.outcome else None for key, record in records.items()}
         return {arm: search.result(losses) for arm, search in searches.items()}
+
+
+def _is_missing(record: Record | None, again: bool) -> bool:
+    if record is None or record.failure is None:
+        return record is None
+    return record.failure.kind == "killed" if again else record.failure.kind != "nan"
 
 
 def prepare() -> None:
@@ -124,24 +121,12 @@ def store_record(store: Store, record: Record) -> Record:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Classify an exception by the first known kind in its chain of causes; the message ends with stack frames."""
+    """The failure that an exception with its causes stands for; the message ends with stack frames."""
     chain = [error]
     while cause := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(cause)
-    kinds = [kind for each in chain if (kind := _kind(each)) != "error"]
     frames = traceback.extract_tb(chain[-1].__traceback__)[-FRAMES:]
     where = "".join(f"\n  {'/'.join(Path(at.filename).parts[-2:])}:{at.lineno} in {at.name}" for at in frames)
     text = "\nfrom ".join(f"{type(each).__name__}: {each}"[:LONGEST] for each in chain)
-    return Failure(kinds[0] if kinds else "error", text + where)
-
-
-def _kind(error: BaseException) -> Kind:
-    text, number = str(error).lower(), error.errno if isinstance(error, OSError) else None
-    no_memory = isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
-    if isinstance(error, FloatingPointError):
-        return "nan"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or number == errno.ENOMEM or no_memory:
-        return "memory"
-    if number in _DISK_CODES or "no space left on device" in text:
-        return "disk"
-    return "killed" if isinstance(error, RuntimeError) and "dataloader worker" in text else "error"
+    is_nan = any(isinstance(each, FloatingPointError) for each in chain)
+    return Failure("nan" if is_nan else "error", text + where)

@@ -17,11 +17,11 @@ from torch.nn.functional import cross_entropy
 
 from comparison.data.catalog import loader
 from comparison.run import metrics
-from comparison.run.footprint_check import changes, digest
 from comparison.run.record import Outcome, Record, environment
 from comparison.run.run_setup import RunSetup, prepare, steps_of
 from comparison.spec import arms
 from comparison.spec.run_spec import Run
+from models.footprint import changes, digest
 
 MEASURED_PART = 20
 """The dropped fraction is measured in the last 1/20 of the epochs, where the rate is within 5 % of its target."""

@@ -338,8 +338,7 @@ class TestCifar:
             check(Data(name="cifar100", root=str(tmp_path)), range(2))
         assert str(error.value) == (
             "cannot load or download 'cifar100': URLError: <urlopen error no network>\n"
-            "  download: https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz\n"
-            f"  put it:   into {tmp_path} (`root`), as cifar-100-python.tar.gz or extracted as cifar-100-python/\n"
+            f"  put https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz into {tmp_path} (`root`)\n"
             "Nothing was trained."
         )
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from comparison.run.footprint_check import changes, kept
 from comparison.run.record import Outcome, Record
 from comparison.run.training import execute
 from comparison.spec.run_spec import Arm, Data, Model, Optimizer, Run
+from models.footprint import changes, kept
 
 SITES = ("layer*.*.bn2",)
 NONE = Arm(name="none", kind="none")
