@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import peers
 from hookdrop import functional
-from program import make_console, show
+from program import show
 
 SHAPE = (32, 256, 28, 28)
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -80,7 +80,7 @@ def main() -> None:
     for name, function in FUNCTIONS.items():
         counter = forward(function)
         rows[name] = {"launches": counter.launches, "bytes per element": f"{counter.bytes / elements:.2f}"}
-    show(make_console(), "A forward at 32x256x28x28, float32", rows)
+    show("A forward at 32x256x28x28, float32", rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the programs share: the machine, the console, tables, options, parts that run one after another, and results."""
+"""What the programs share: the machine, tables, options, parts that run one after another, and results."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ import pandas as pd
 import timm
 import torch
 import torchvision
-from rich.console import Console
 
 import hookdrop
 from hookdrop.kernels import native
 
-PIPE_WIDTH = 130
-"""Wide enough that no table row is truncated or wrapped."""
 MIN_ROUNDS, QUICK_ROUNDS = 12, 3
-Part = Callable[[argparse.Namespace, Console], dict[str, Any]]
+Part = Callable[[argparse.Namespace], dict[str, Any]]
 """A part prints its tables and returns its results."""
 
 
@@ -44,20 +41,9 @@ def machine_info(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def make_console() -> Console:
-    """Create a console as wide as the terminal, or `PIPE_WIDTH` wide in a pipe."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
-
-
-def say(console: Console, text: str) -> None:
-    """Print plain text without interpreting markup, and without wrapping lines in a pipe."""
-    console.print(text, markup=False, soft_wrap=not console.is_terminal)
-
-
-def show(console: Console, title: str, rows: Mapping[str, Mapping[str, object]]) -> None:
+def show(title: str, rows: Mapping[str, Mapping[str, object]]) -> None:
     """Print a table, given the cells of each row by column."""
-    say(console, f"\n{title}\n{pd.DataFrame.from_dict(rows, orient='index').fillna('-').to_string()}")
+    print(f"\n{title}\n{pd.DataFrame.from_dict(rows, orient='index').fillna('-').to_string()}")
 
 
 def parser(description: str | None, parts: Mapping[str, Part], rounds: int, out: str) -> argparse.ArgumentParser:
@@ -80,15 +66,15 @@ def main(options: argparse.Namespace, parts: Mapping[str, Part], **fixed: object
     torch.manual_seed(0)
     options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else options.default_rounds)
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    console, machine = make_console(), machine_info(options.device)
+    machine = machine_info(options.device)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()} | fixed
     results: dict[str, Any] = {"machine": machine, "settings": settings}
     note = " This is a smoke test: the numbers are not reliable." if options.rounds < MIN_ROUNDS else ""
     for name, value in machine.items():
-        say(console, f"{name}: {', '.join(map(' '.join, value.items())) if isinstance(value, dict) else value}")
-    say(console, f"{options.rounds} rounds in random order; see timing.py.{note}")
+        print(f"{name}: {', '.join(map(' '.join, value.items())) if isinstance(value, dict) else value}")
+    print(f"{options.rounds} rounds in random order; see timing.py.{note}")
     for name in options.part:
-        results[name] = parts[name](options, console)
+        results[name] = parts[name](options)
         options.json.write_text(json.dumps(results, indent=1, allow_nan=False))
-    say(console, f"Results: {options.json}")
+    print(f"Results: {options.json}")
     return 0

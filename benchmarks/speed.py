@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from torch import Tensor
 
 import peers
@@ -54,20 +53,14 @@ MAX_SECONDS = 2.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    options = parse_options(argv)
-    shapes = [peers.format_shape(shape) for shape in options.shapes]
-    return program.main(options, PARTS, p=peers.P, block_size=peers.BLOCK, dtype="float32", shapes=shapes)
-
-
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = program.parser(__doc__, PARTS, rounds=25, out="runs/speed/results.json")
     parser.add_argument("--shapes", type=peers.shape, nargs="+", help="shapes NxCxHxW (default: 3, or 5 on a GPU)")
     parser.add_argument("--elements", type=float, help="size of the largest tensor in the growth part (default: 1e8)")
     options = parser.parse_args(argv)
     options.shapes = options.shapes or (peers.SHAPES if options.device == "cpu" else peers.GPU_SHAPES)
     options.elements = options.elements or (1e6 if options.quick else 1e8)
-    return options
+    shapes = [peers.format_shape(shape) for shape in options.shapes]
+    return program.main(options, PARTS, p=peers.P, block_size=peers.BLOCK, dtype="float32", shapes=shapes)
 
 
 def cases(
@@ -79,13 +72,13 @@ def cases(
         yield peers.format_shape(shape), {name: one.job(x, grad) for name, one in implementations.items()}
 
 
-def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Compare all implementations at each shape."""
     implementations = peers.implementations(device=options.device)
     pairs = [*PAIRS, *(_without_kernel(*pair) for pair in PAIRS)]
     pairs += [(name, peers.LIMIT) for name in implementations if name != peers.LIMIT]
     title = f"Forward + backward, p = {peers.P}, block_size = {peers.BLOCK}, a mask per channel unless shared"
-    return race(title, cases(options.shapes, implementations, options.device), pairs, options, console)
+    return race(title, cases(options.shapes, implementations, options.device), pairs, options)
 
 
 def _without_kernel(over: str, under: str) -> tuple[str, str]:
@@ -93,29 +86,29 @@ def _without_kernel(over: str, under: str) -> tuple[str, str]:
     return over, under
 
 
-def small(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def small(options: argparse.Namespace) -> dict[str, Any]:
     """Compare the regularizers with their peers on small tensors, where the calls of operations are the cost."""
     implementations = peers.implementations(block=SMALL_BLOCK, device=options.device)
     chosen = {name: implementations[name] for pair in SMALL for name in pair}
-    return race("Small tensors", cases(SMALL_SHAPES, chosen, options.device), SMALL, options, console)
+    return race("Small tensors", cases(SMALL_SHAPES, chosen, options.device), SMALL, options)
 
 
-def blocks(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def blocks(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the cost of larger blocks relative to blocks of 7, at the last shape."""
     names = {size: f"{peers.BATCH}, blocks of {size}" for size in SIZES}
     chosen = {names[size]: peers.implementations(block=size, device=options.device)[peers.BATCH] for size in SIZES}
     pairs = [(names[size], names[SIZES[0]]) for size in SIZES[1:]]
-    return race("Block sizes", cases(options.shapes[-1:], chosen, options.device), pairs, options, console)
+    return race("Block sizes", cases(options.shapes[-1:], chosen, options.device), pairs, options)
 
 
-def growth(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def growth(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the cost by tensor size."""
     implementations = peers.implementations(device=options.device)
     chosen = {name: implementations[name] for name in GROWTH_NAMES}
     sizes = cases(_growth_shapes(options.elements), chosen, options.device)
     settings = {"rounds": max(GROWTH_ROUNDS, options.rounds // 3), "most": MAX_SECONDS}
     pairs = [(name, peers.LIMIT) for name in GROWTH_NAMES[1:]]
-    return race("Tensor sizes", sizes, pairs, options, console, **settings)
+    return race("Tensor sizes", sizes, pairs, options, **settings)
 
 
 def _growth_shapes(limit: float) -> list[peers.Shape]:
@@ -125,7 +118,7 @@ def _growth_shapes(limit: float) -> list[peers.Shape]:
     return [(4, max(1, round(one / 4 / math.prod(sizes))), *sizes) for one, sizes in zip(powers, maps, strict=True)]
 
 
-def memory(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def memory(options: argparse.Namespace) -> dict[str, Any]:
     """Print and return the bytes per element that each regularizer saves for backward, and the fraction it drops.
 
     Tensors that autograd saves stay alive from forward to backward, in all layers at the same time, and so limit the
@@ -142,7 +135,7 @@ def memory(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         name: {shape: f"{one['bytes_per_element']:.4f} {one['dropped']:.3f}" for shape, one in of.items()}
         for name, of in found.items()
     }
-    program.show(console, "Bytes saved per element, and dropped fraction", shown)
+    program.show("Bytes saved per element, and dropped fraction", shown)
     return found
 
 
@@ -154,7 +147,7 @@ def saved_bytes(implementation: peers.Implementation, x: Tensor) -> int:
     return sum(storages.values())
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, Console], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "main": compare,
     "small": small,
     "blocks": blocks,

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from program import say, show
+from program import show
 
 WARM_UPS = 3
 SLOW, SLOW_EVERY = 0.15, 3
@@ -91,7 +90,7 @@ def time_call(job: Callable[[], object], repeats: int, device: str) -> tuple[flo
 
 
 def race(
-    title: str, cases: Iterable[Case], pairs: Sequence[tuple[str, str]], options: Any, console: Console, **settings: Any
+    title: str, cases: Iterable[Case], pairs: Sequence[tuple[str, str]], options: Any, **settings: Any
 ) -> dict[str, Any]:
     """Time the jobs of each case. Print the ratios of pairs of jobs, and return all numbers.
 
@@ -102,14 +101,15 @@ def race(
     for case, jobs in cases:
         chosen = {name: job for name, job in jobs.items() if name not in slow}
         samples = measure(chosen, settings.get("rounds", options.rounds), options.device)
-        warn_if_busy(console, samples, case)
+        warn_if_busy(samples, case)
         slow |= {name for name in chosen if samples.loc[name].seconds.max() > settings.get("most", math.inf)}
-        of_pairs = {" / ".join(pair): ratios(samples, *pair)._asdict() for pair in pairs if {*pair} <= {*chosen}}
-        found[case] = {"times": {name: _numbers(samples.loc[name]) for name in chosen}, "ratios": of_pairs}
+        of_pairs = {" / ".join(pair): ratios(samples, *pair) for pair in pairs if {*pair} <= {*chosen}}
+        quartiles = {pair: Quartiles.of(values)._asdict() for pair, values in of_pairs.items()}
+        found[case] = {"times": {name: _numbers(samples.loc[name]) for name in chosen}, "ratios": quartiles}
     texts = {case: {pair: str(Quartiles(**one)) for pair, one in of["ratios"].items()} for case, of in found.items()}
     table = pd.DataFrame(texts)
     table = table.T if len(table.columns) > len(table) else table
-    show(console, f"{title}: ratios of times, median and quartiles", table.to_dict("index"))
+    show(f"{title}: ratios of times, median and quartiles", table.to_dict("index"))
     return found
 
 
@@ -119,15 +119,11 @@ def _numbers(samples: pd.DataFrame) -> dict[str, Any]:
     return {**of, "rounds": samples.index.tolist(), "seconds_of_rounds": samples.seconds.tolist()}
 
 
-def preempted_fraction(samples: pd.DataFrame) -> float:
-    """Return the fraction of turns in which other processes often preempted a job."""
-    return float((samples.involuntary_switches / samples.seconds > MAX_SWITCHES).mean())
-
-
-def warn_if_busy(console: Console, samples: pd.DataFrame, where: str) -> None:
+def warn_if_busy(samples: pd.DataFrame, where: str) -> None:
     """Print a warning if other processes often preempted the jobs."""
-    if (fraction := preempted_fraction(samples)) > MAX_PREEMPTED:
-        say(console, f"  warning: {where}: other processes preempted {fraction:.0%} of the turns; see speed.py.")
+    often = float((samples.involuntary_switches / samples.seconds > MAX_SWITCHES).mean())
+    if often > MAX_PREEMPTED:
+        print(f"  warning: {where}: other processes preempted {often:.0%} of the turns; see speed.py.")
 
 
 def saved_storages(forward: Callable[[], object]) -> dict[int, int]:
@@ -144,9 +140,9 @@ def saved_storages(forward: Callable[[], object]) -> dict[int, int]:
     return {address: storage.nbytes() for address, storage in storages.items()}
 
 
-def ratios(samples: pd.DataFrame, over: str, under: str) -> Quartiles:
+def ratios(samples: pd.DataFrame, over: str, under: str) -> list[float]:
     """Divide the times of `over` by those of `under`, in the rounds that have both."""
-    return Quartiles.of((samples.seconds[over] / samples.seconds[under]).dropna())
+    return [*(samples.seconds[over] / samples.seconds[under]).dropna()]
 
 
 def three_digits(value: float) -> str:

@@ -42,21 +42,15 @@ ABOUT = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the models; return 1 if a model failed or crashed."""
-    options = parse_options(argv)
-    title = f"{options.recipe} in timm and torchvision" if options.recipe else "Every timm and torchvision model"
-    command = f"python benchmarks/zoo.py --recipe {options.recipe}".removesuffix(" --recipe ")
-    return sweep.main(options, Sweep("zoo", title, command, ABOUT, options.recipe), catalog.names(), check_model)
-
-
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = sweep.parser(__doc__, out="runs/zoo")
     parser.add_argument("--recipe", choices=RECIPES, default="", help="check this recipe instead of all norms")
     options = parser.parse_args(argv)
     if options.memory is None:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sweep.GIB
         options.memory = 0.5 * total / max(options.workers, 1)
-    return options
+    title = f"{options.recipe} in timm and torchvision" if options.recipe else "Every timm and torchvision model"
+    command = f"python benchmarks/zoo.py --recipe {options.recipe}".removesuffix(" --recipe ")
+    return sweep.main(options, Sweep("zoo", title, command, ABOUT, options.recipe), catalog.names(), check_model)
 
 
 def check_model(name: str, options: argparse.Namespace) -> dict[str, Any]:

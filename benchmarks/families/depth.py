@@ -47,12 +47,8 @@ class Call:
 Calls = dict[str, Call]
 
 
-@dataclass
-class Findings:
-    """The problems, by the name of the layer."""
-
-    layers: int
-    problems: dict[str, str] = field(default_factory=dict)
+Problems = dict[str, str]
+"""By the name of the layer."""
 
 
 def check_sites(
@@ -61,7 +57,7 @@ def check_sites(
     blocks: Mapping[str, Sequence[str]],
     rows: Collection[str],
     inner: Collection[str] = (),
-) -> Findings:
+) -> Problems:
     """Check the sites of a model with random vectors.
 
     Args:
@@ -75,7 +71,7 @@ def check_sites(
     layers = [pair for _, found in stacks(model) for pair in found]
     sites = [end for ends in blocks.values() for end in ends]
     inside = [name for name, module in model.named_modules() if name in known or (name and is_layer(module))]
-    found = Findings(len(layers))
+    problems: Problems = {}
     with randomized(model):
         with _scaled(model, dict.fromkeys(sites, 1.0)), torch.no_grad():
             plain = record(model, runs, [*inside, *sites])
@@ -86,21 +82,21 @@ def check_sites(
             # The blocks of a container that is never called are checked below.
             container = name not in plain and any(block.startswith(f"{name}.") for block in known)
             if not container and not name.startswith(tuple(f"{site}." for site in sites)):  # a part of a branch
-                _check_layer(name, layer, plain, zeroed, found)
+                _check_layer(name, layer, plain, zeroed, problems)
         for name in known.keys() & zeroed.keys():
             if zeroed[name]:
-                found.problems.pop(name, None)
+                problems.pop(name, None)
             elif name not in inner:
-                _add_problem(found, name, model.get_submodule(name))
-            _check_rows(name, set(known[name]) & set(rows) & set(plain), plain, found)
+                _add_problem(problems, name, model.get_submodule(name))
+            _check_rows(name, set(known[name]) & set(rows) & set(plain), plain, problems)
         # Blocks outside of the layers are those of a convolutional backbone, in which a ReLU follows the addition.
         prefixes = tuple(f"{name}." for name, _ in layers)
         tested = {name: ends for name, ends in known.items() if f"{name}.".startswith(prefixes) and name not in inner}
-        found.problems |= _check_additions(model, runs, tested, dict.fromkeys(sites, 0.0), plain)
-    return found
+        problems |= _check_additions(model, runs, tested, dict.fromkeys(sites, 0.0), plain)
+    return problems
 
 
-def _check_layer(name: str, layer: nn.Module, plain: Calls, zeroed: Mapping[str, bool], found: Findings) -> None:
+def _check_layer(name: str, layer: nn.Module, plain: Calls, zeroed: Mapping[str, bool], problems: Problems) -> None:
     """Check that a layer reduces to its skip, or that all layers inside it do."""
     inner = [pair for _, layers in stacks(layer, f"{name}.") for pair in layers]
     if isinstance(layer, nn.ModuleList):
@@ -108,22 +104,22 @@ def _check_layer(name: str, layer: nn.Module, plain: Calls, zeroed: Mapping[str,
     if zeroed.get(name) and not plain[name].returns_an_input:
         return
     for inner_name, child in inner:
-        _check_layer(inner_name, child, plain, zeroed, found)
+        _check_layer(inner_name, child, plain, zeroed, problems)
     if not inner:
-        _add_problem(found, name, layer)
+        _add_problem(problems, name, layer)
 
 
-def _check_rows(name: str, ends: Collection[str], plain: Calls, found: Findings) -> None:
+def _check_rows(name: str, ends: Collection[str], plain: Calls, problems: Problems) -> None:
     """Check that the first axis of the output of these sites is the batch."""
     for end in ends:
         shape = plain[end].outputs[0].shape
         if len(shape) < 3 or shape[0] % BATCH or shape[0] not in (BATCH, plain[name].inputs[0].shape[0]):
-            found.problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
+            problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
 
 
-def _add_problem(found: Findings, name: str, layer: nn.Module) -> None:
+def _add_problem(problems: Problems, name: str, layer: nn.Module) -> None:
     if not _REPLACES_ITS_INPUT.match(type(layer).__name__):
-        found.problems[name] = f"{type(layer).__name__} does not reduce to its skip"
+        problems[name] = f"{type(layer).__name__} does not reduce to its skip"
 
 
 def _reduces(layer: nn.Module, call: Call) -> bool:

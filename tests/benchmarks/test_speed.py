@@ -175,10 +175,11 @@ class TestTiming:
         monkeypatch.setattr(timing, "SLOW", -1.0)
         assert [*timing.measure({"a": lambda: None}, rounds=7).index] == [("a", 0), ("a", 3), ("a", 6)]
 
-    def test_preempted_fraction_counts_turns_with_many_context_switches(self) -> None:
-        assert (
-            timing.preempted_fraction(pd.DataFrame([(0.1, 0.0, 1.0), (0.1, 0.0, 25.0)], columns=timing.COUNTS)) == 0.5
-        )
+    def test_many_context_switches_give_a_warning(self, capsys: pytest.CaptureFixture[str]) -> None:
+        samples = pd.DataFrame([(0.1, 0.0, 1.0), (0.1, 0.0, 25.0)], columns=timing.COUNTS)
+        timing.warn_if_busy(samples[:1], "calm")
+        timing.warn_if_busy(samples, "busy")
+        assert capsys.readouterr().out.strip().startswith("warning: busy: other processes preempted 50%")
 
     def test_quartiles_of_one_value(self) -> None:
         assert str(Quartiles.of([1.5])) == "1.50 [1.50, 1.50]"

@@ -85,7 +85,7 @@ class TestCheckOfSites:
         blocks = {f"layers.{i}": [f"layers.{i}.{end}" for end in ends] for i in range(2)}
         rows = [end for found in blocks.values() for end in found]
         found = check_sites(model, [Run("", steps, {"input": torch.randn(3, 5, 4)})], blocks, rows)
-        return sorted(set(found.problems.values()))
+        return sorted(set(found.values()))
 
     @pytest.mark.parametrize(
         ("kind", "ends"),

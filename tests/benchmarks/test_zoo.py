@@ -44,8 +44,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-def options(*arguments: str) -> argparse.Namespace:
-    return zoo.parse_options(["--memory", "8", *arguments])
+def check(name: str, memory: float = 8.0) -> dict[str, Any]:
+    return zoo.check_model(name, argparse.Namespace(memory=memory, recipe=""))
 
 
 @pytest.mark.filterwarnings("ignore")  # the record contains the warnings of hookdrop
@@ -56,14 +56,14 @@ class TestSample:
     def test_model_passes_the_full_check(self, name: str) -> None:
         if name not in catalog.names():
             pytest.skip(f"this library has no {name}")
-        record = zoo.check_model(name, options())
+        record = check(name)
         assert record["status"] == "passed", record
         assert record["sites"]
         assert record["finite"]
         assert "problems" not in record
 
     def test_model_too_large_for_memory_runs_on_the_meta_device(self) -> None:
-        record = zoo.check_model("timm:test_vit", options("--memory", "1"))
+        record = check("timm:test_vit", memory=1.0)
         assert record["status"] == "meta", record
         assert record["sites"] == {"Dropout": 13}
         assert record["error"] == "needs about 1.5 GiB, the limit is 1.0 GiB"

@@ -7,7 +7,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,8 +25,8 @@ Job = Callable[[Run], Record]
 """Trains one run; must be picklable."""
 Engine = Callable[[Sequence[Run], Job, Store], Iterator[Record]]
 """Trains runs with a job, and yields the record of each when it finishes, including failed runs."""
-Watch = Callable[[int, str], AbstractContextManager[Callable[[Record], None]]]
-"""Displays progress, given the number of runs and a title: its callback takes each finished record."""
+Progress = Callable[[int, str], Callable[[Record], None]]
+"""Given the number of runs and a title, returns a function to call with each finished record."""
 FRAMES, LONGEST = 4, 2000
 
 
@@ -41,7 +40,7 @@ class Runner:
 
     store: Store
     engine: Engine
-    watch: Watch
+    progress: Progress
     requested: dict[str, Record] = field(default_factory=dict)
 
     def ensure(self, runs: Sequence[Run], title: str) -> Mapping[str, Record]:
@@ -52,10 +51,10 @@ class Runner:
             missing = [run for key, run in wanted.items() if _is_missing(found.get(key), again)]
             if not missing:
                 continue
-            with self.watch(len(missing), f"{title}, once more after a kill" if again else title) as advance:
-                for record in self.engine(missing, execute, self.store):
-                    found[record.key] = record
-                    advance(record)
+            advance = self.progress(len(missing), f"{title}, once more after a kill" if again else title)
+            for record in self.engine(missing, execute, self.store):
+                found[record.key] = record
+                advance(record)
         self.requested |= found
         return found
 
@@ -79,26 +78,23 @@ def prepare() -> None:
 
 
 def guarded(job: Job, run: Run) -> Record:
-    """Run the job; return a failed record if it raises. KeyboardInterrupt is not caught."""
-    started, clock = _now(), time.perf_counter()
+    """Run the job and time it; return a failed record if it raises. KeyboardInterrupt is not caught."""
+    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     try:
-        return job(run)
+        record = job(run)
     except (Exception, SystemExit) as error:
-        failure = failure_of(error)
-    # Free the memory that the traceback kept alive.
-    gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
-    return replace(failed(run, failure), started=started, seconds=time.perf_counter() - clock)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+        record = failed(run, failure_of(error))
+    if record.failure:
+        # Free the memory that the traceback kept alive.
+        gc.collect()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+    return replace(record, started=started, seconds=time.perf_counter() - clock)
 
 
 def failed(run: Run, failure: Failure) -> Record:
     """A failed record."""
-    return Record(run.key, run.model_dump(mode="json"), failure=failure, environment=environment(), started=_now())
+    return Record(run.key, run.model_dump(mode="json"), failure=failure, environment=environment())
 
 
 def killed(run: Run, how: object) -> Record:

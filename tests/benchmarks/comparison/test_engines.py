@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ def store(tmp_path: Path) -> Store:
 
 def train(runs: list[Run], store: Store, workers: int = 1) -> dict[str, Record]:
     """Train with the local engine until nothing is missing, as the comparison does."""
-    trainer = Runner(store, partial(local.train, workers=workers), lambda *_: nullcontext(lambda _: None))
+    trainer = Runner(store, partial(local.train, workers=workers), lambda *_: lambda _: None)
     return dict(trainer.ensure(runs, ""))
 
 
@@ -172,7 +171,7 @@ class TestRunner:
             asked.extend(runs)
             return (record_of(run) for run in runs)
 
-        trainer = Runner(store, engine, lambda *_: nullcontext(lambda _: None))
+        trainer = Runner(store, engine, lambda *_: lambda _: None)
         trainer.ensure(self.RUNS, "")
         assert asked == [other] * trained
         assert set(trainer.requested) == {run.key for run in self.RUNS}

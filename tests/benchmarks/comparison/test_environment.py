@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import getpass
-import io
 import json
 import re
 from pathlib import Path
 
+import pytest
 import torch
-from rich.console import Console
 
 from comparison.report import table
 from comparison.run.record import Failure, Record, environment
@@ -29,15 +28,11 @@ def test_the_environment_is_json_without_host_user_or_path() -> None:
 class TestProgress:
     RECORDS = [Record(str(i), {}, failure=Failure("nan", "") if i == 3 else None) for i in range(20)]
 
-    def progress(self, **settings: bool) -> str:
-        out = io.StringIO()
-        with table.watch(Console(file=out, width=100, **settings), 20, "Final runs") as advance:
-            for record in self.RECORDS:
-                advance(record)
-        return out.getvalue()
-
-    def test_a_pipe_gets_ten_lines(self) -> None:
-        first, *lines = self.progress().splitlines()
+    def test_there_are_ten_lines(self, capsys: pytest.CaptureFixture[str]) -> None:
+        advance = table.progress(20, "Final runs")
+        for record in self.RECORDS:
+            advance(record)
+        first, *lines = capsys.readouterr().out.splitlines()
         assert first == "Final runs: 20 runs"
         assert [line.split(" runs")[0] for line in lines] == [f"{n} of 20" for n in range(2, 21, 2)]
         assert "(1 failed)" in lines[-1]
