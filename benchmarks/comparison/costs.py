@@ -33,9 +33,8 @@ def measure(entries: Sequence[Entry], seconds: float) -> Costs:
         once = sum(max(MIN_SECONDS, time_call(job, 1, device)[0]) for job in jobs.values())
         samples = timing.measure(jobs, max(FEWEST_ROUNDS, int(seconds / once)), device)
         for name in jobs:
-            spreads = ratios(samples, name, "none"), [memory[name] / memory["none"]]
-            times, memories = (Spread(**Quartiles.of(of)._asdict()) for of in spreads)
-            found[cell, name] = times, memories
+            times, sizes = Quartiles.of(ratios(samples, name, "none")), Quartiles.of([memory[name] / memory["none"]])
+            found[cell, name] = Spread(**times._asdict()), Spread(**sizes._asdict())
     return found
 
 

@@ -33,7 +33,7 @@ def bit_equal(a: list[Tensor], b: list[Tensor]) -> bool:
 def fingerprint(model: nn.Module) -> dict[str, int]:
     """Compute a checksum per parameter and buffer; a copy of a large model would not fit in memory."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: zlib.crc32(_bytes(x).numpy()) for name, x in named if not x.is_meta}
+    return {name: zlib.crc32(_bytes(x).numpy().data) for name, x in named if not x.is_meta}
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 import sweep
 import transformers_zoo
 from families.depth import check_sites
-from families.layers import Run, stacks
+from families.layers import Run
 from tests.support.programs import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "transformers"
@@ -32,19 +32,14 @@ SAMPLE = [
 FOUND: dict[str, Any] = json.loads((RESULTS / "stochastic_depth.json").read_text())
 
 
-class TestCommittedResults:
-    def test_stochastic_depth_covers_95_percent_and_fails_nowhere(self) -> None:
-        covered, counted = sweep.coverage(FOUND["totals"])
-        assert covered / counted >= 0.95
-        assert FOUND["totals"]["failed"] == FOUND["totals"]["crashed"] == 0
-
-    def test_documented_numbers_match(self) -> None:
-        page = (ROOT / "docs" / "evidence" / "recipes.md").read_text()
-        covered, counted = sweep.coverage(FOUND["totals"])
-        assert f"{covered} of {counted} families" in page.replace("\n", " ")
-        for record in FOUND["models"]:
-            if record["status"] in ("refused", "partial"):
-                assert f"`{record['name']}`" in page
+def test_committed_results_match_the_documented_numbers_and_fail_nowhere() -> None:
+    page = (ROOT / "docs" / "evidence" / "recipes.md").read_text()
+    covered, counted = sweep.coverage(FOUND["totals"])
+    assert covered / counted >= 0.95
+    assert FOUND["totals"]["failed"] == FOUND["totals"]["crashed"] == 0
+    assert f"{covered} of {counted} families" in page.replace("\n", " ")
+    for record in FOUND["models"]:
+        assert record["status"] not in ("refused", "partial") or f"`{record['name']}`" in page
 
 
 class SelfAttention(nn.Linear):
@@ -105,10 +100,6 @@ class TestCheckOfSites:
     def test_tokens_on_the_first_axis_are_found(self) -> None:
         found = self.problems(PreNorm, ("attn", "mlp"), transposed=True)
         assert [text for text in found if "is not the batch" in text]
-
-    def test_layers_are_found_by_what_they_contain(self) -> None:
-        model = nn.ModuleDict({"layers": nn.ModuleList([PreNorm()]), "head": nn.ModuleList([nn.Linear(2, 2)])})
-        assert [name for name, _ in stacks(model)] == ["layers"]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ from sklearn.metrics import log_loss
 
 from comparison.analysis import inference, intervals
 from comparison.analysis.inference import RunMetric, difference, holm, minimum_detectable, permutation_p
-from comparison.analysis.schema import Difference
+from comparison.analysis.schema import UNCLEAR
 from comparison.run import metrics
 
 NUMBERS = st.floats(-50, 50).map(lambda value: round(value, 3))
@@ -41,16 +41,14 @@ def brute_ece(confidences: Sequence[float], correct: Sequence[bool], bins: int) 
 
 
 class TestMetrics:
-    @pytest.mark.parametrize("seed", range(3))
-    def test_nll_and_accuracy_match_scikit_learn(self, seed: int) -> None:
-        logits, labels = made_scores(seed)
+    def test_nll_and_accuracy_match_scikit_learn_and_the_stored_scores(self) -> None:
+        logits, labels = made_scores(4)
         found = metrics.score(logits, labels)
         assert found.nll == pytest.approx(log_loss(labels, logits.double().softmax(1), labels=range(7)), rel=1e-9)
         assert found.accuracy == pytest.approx(100 * (logits.argmax(1) == labels).double().mean().item())
         assert found.images["nll"].mean() == pytest.approx(found.nll, rel=1e-6)
         assert found.images["confidence"] == pytest.approx(logits.softmax(1).amax(1).numpy(), rel=1e-5)
-        dtypes = {name: array.dtype.name for name, array in found.images.items()}
-        assert dtypes == {"correct": "bool", "nll": "float32", "confidence": "float32"}
+        assert metrics.ece(found.images["confidence"], found.images["correct"]) == found.ece > 0
 
     @given(
         st.lists(st.tuples(st.integers(0, 30).map(lambda k: k / 30) | st.floats(0, 1), st.booleans()), min_size=1),
@@ -59,10 +57,6 @@ class TestMetrics:
     def test_ece_matches_a_loop_over_bins(self, pairs: list[tuple[float, bool]], bins: int) -> None:
         confidences, correct = (np.array(column) for column in zip(*pairs, strict=True))
         assert metrics.ece(confidences, correct, bins) == pytest.approx(brute_ece(confidences, correct, bins))
-
-    def test_ece_can_be_recomputed_from_a_record(self) -> None:
-        found = metrics.score(*made_scores(4))
-        assert metrics.ece(found.images["confidence"], found.images["correct"]) == found.ece > 0
 
     def test_metrics_of_resamples_match_direct_scoring(self) -> None:
         logits, labels = made_scores(7, images=50)
@@ -194,15 +188,6 @@ class TestPermutation:
         )
         assert permutation_p(values) == pytest.approx(theirs.pvalue)
 
-    @given(st.lists(st.integers(-9, 9), min_size=1, max_size=9))
-    def test_ties_count_despite_rounding(self, values: list[int]) -> None:
-        sums = [
-            sum(s * v for s, v in zip(signs, values, strict=True))
-            for signs in itertools.product((-1, 1), repeat=len(values))
-        ]
-        exact = np.mean([abs(total) >= abs(sum(values)) for total in sums])
-        assert permutation_p([value / 10 for value in values]) == permutation_p([float(v) for v in values]) == exact
-
     def test_p_is_1_without_values_or_for_zeros(self) -> None:
         assert permutation_p([]) == permutation_p([0.0] * 6) == permutation_p([2.0]) == 1.0
 
@@ -218,19 +203,10 @@ class TestPermutation:
         assert permutation_p(np.ones(30)) == inference.smallest_p(30) == 2 / 100_001
 
 
-class TestHolm:
-    @pytest.mark.parametrize(
-        ("ps", "expected"),
-        [
-            ([], []),
-            ([0.03], [0.03]),
-            ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),
-            ([0.5, 0.5], [1.0, 1.0]),
-            ([0.02, 0.02, 0.9], [0.06, 0.06, 0.9]),
-        ],
-    )
-    def test_holm_matches_manual_examples(self, ps: list[float], expected: list[float]) -> None:
-        assert holm(ps) == pytest.approx(expected)
+def test_holm_matches_manual_examples() -> None:
+    assert holm([]) == []
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.02, 0.02, 0.9]) == pytest.approx([0.06, 0.06, 0.9])
 
 
 class TestMinimumDetectable:
@@ -250,26 +226,16 @@ class TestMinimumDetectable:
         assert detectable(enough) <= detectable(pairs) / 2 < detectable(enough - 1)
         assert pairs < enough <= 4 * pairs
 
-    def test_minimum_detectable_effect_requires_spread(self) -> None:
-        assert minimum_detectable([1.0]) is None
-        assert minimum_detectable([1.0, 1.0, 1.0]) is None
-
 
 def arm(values: Sequence[float], first: int = 0) -> dict[int, RunMetric]:
     noise = np.random.default_rng(first).normal(0, 0.1, 200)
     return {seed: RunMetric(value, value + noise) for seed, value in enumerate(values, first)}
 
 
-def against_zero(values: Sequence[float]) -> Difference:
-    return difference(arm(values), {seed: RunMetric(0.0, np.zeros(200)) for seed in range(len(values))})
-
-
 class TestDifference:
     def test_difference_is_paired_over_common_seeds(self) -> None:
         found = difference(arm([10.0, 20.0, 30.0]), arm([19.0, 28.0, 7.0], first=1))
         assert (found.seeds, found.values, found.mean, found.p_smallest) == ([1, 2], [1.0, 2.0], 1.5, 0.5)
-
-    def test_no_common_seeds_raise(self) -> None:
         with pytest.raises(ValueError, match=r"no common seeds: \[0\] and \[1\]"):
             difference(arm([1.0]), arm([1.0], first=1))
 
@@ -286,21 +252,20 @@ class TestDifference:
         assert (back.p, back.mde) == (pytest.approx(there.p), there.mde and pytest.approx(there.mde))
         assert opposite.get(back.verdict, back.verdict) == there.verdict
 
-    def test_verdict_uses_the_interval_over_seeds(self) -> None:
-        assert against_zero([1.0, 1.1, 0.9, 1.2]).verdict == "above"
-        assert against_zero([-1.0, -1.1, -0.9, -1.2]).verdict == "below"
-        assert against_zero([-1.0, 1.1, -0.9, 1.2]).verdict == "cannot be distinguished"
-
-    @pytest.mark.parametrize("pairs", [2, 4, 5])
-    def test_few_equal_differences_are_not_distinguished(self, pairs: int) -> None:
-        """Accuracies on a small test set may be equal: their interval is a point, which is no evidence."""
-        assert against_zero([0.125] * pairs).verdict == "cannot be distinguished"
-        assert against_zero([0.125] * 6).verdict == "above"
-
-    def test_one_pair_is_not_distinguished(self) -> None:
-        found = against_zero([5.0])
-        assert found.verdict == "cannot be distinguished"
-        assert (found.p, found.p_smallest, found.mde, found.seeds_for_half) == (1.0, 1.0, None, None)
+    @pytest.mark.parametrize(
+        ("values", "verdict"),
+        [
+            ([1.0, 1.1, 0.9, 1.2], "above"),
+            ([-1.0, -1.1, -0.9, -1.2], "below"),
+            ([-1.0, 1.1, -0.9, 1.2], UNCLEAR),
+            # Accuracies on a small test set may be equal: their interval is a point, which is no evidence.
+            *(([0.125] * pairs, UNCLEAR if pairs < 6 else "above") for pairs in (1, 2, 4, 5, 6)),
+        ],
+    )
+    def test_verdict_uses_the_interval_over_seeds(self, values: list[float], verdict: str) -> None:
+        found = difference(arm(values), {seed: RunMetric(0.0, np.zeros(200)) for seed in range(len(values))})
+        assert found.verdict == verdict
+        assert (found.mde is None) == (found.seeds_for_half is None) == (len({*values}) == 1)
 
 
 if __name__ == "__main__":
