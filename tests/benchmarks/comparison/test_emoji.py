@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,6 @@ from comparison.data.catalog import check, load
 from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data
 from tests.support.emoji_packages import CATEGORIES, png, write
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    catalog._load.cache_clear()
-    yield
-    catalog._load.cache_clear()
 
 
 @pytest.fixture
@@ -79,7 +71,3 @@ class TestErrors:
         path = write(tmp_path) / "node_modules/emoji-datasource-google/img/google/64/fo5.png"
         path.unlink() if content is None else path.write_bytes(content)
         assert "fo5.png" in self.error(tmp_path)
-
-    def test_a_category_with_one_emoji_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(CATEGORIES, "Activities", 1)
-        assert "has only one image of 'Activities'" in self.error(write(tmp_path))

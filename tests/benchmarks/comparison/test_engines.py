@@ -14,11 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from comparison.engines import local, ray, work
 from comparison.engines.store import Folder, Store, StoreError
 from comparison.engines.work import EngineError, Runner, failure_of, guarded
+from comparison.report.table import progress
 from comparison.run.record import Failure, Record
 from comparison.spec.run_spec import Run
 from tests.support.comparison_jobs import job, record_of, run_of, runs_of, starts
@@ -61,14 +63,7 @@ class TestStore:
         for record in (done, failed):
             again = Store(store.path).records()[record.key]
             assert {**vars(again), "images": 0} == {**vars(record), "images": 0}
-            assert {name: (x.dtype, x.tolist()) for name, x in again.images.items()} == {
-                name: (x.dtype, x.tolist()) for name, x in record.images.items()
-            }
-
-    def test_numbers_that_are_not_finite_are_rejected(self, store: Store) -> None:
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            store.add(record_of(run_of(0), nll=float("nan")))
-        assert store.records() == {}
+            np.testing.assert_equal({**again.images}, {**record.images})
 
     def test_records_are_synced_before_they_appear(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """A power failure after `add` does not lose the record: the file and the folder are synced."""
@@ -81,15 +76,6 @@ class TestStore:
         (store.path / "a.npz").write_bytes(b"PK\x03\x04 cut off")
         with pytest.raises(StoreError, match=r"cannot read .*a\.npz.*\n  delete the file"):
             store.records()
-
-    def test_a_full_disk_leaves_no_partial_file(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(_: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            store.add(record_of(run_of(0)))
-        assert list(store.path.iterdir()) == []
 
     def test_a_folder_in_use_is_rejected_until_its_process_ends(self, tmp_path: Path) -> None:
         code = f"from pathlib import Path; from comparison.engines.store import Folder\nwith Folder(Path({str(tmp_path)!r})): print('held', flush=True); input()"
@@ -107,12 +93,7 @@ class TestStore:
 class TestFailures:
     @pytest.mark.parametrize(
         ("arm", "kind", "message"),
-        [
-            ("nan", "nan", "FloatingPointError: the loss is nan at step 7"),
-            ("memory", "error", "RuntimeError: "),
-            ("disk", "error", "OSError: [Errno 28] No space left on device"),
-            ("mistake", "error", "KeyError: 'layer9'"),
-        ],
+        [("nan", "nan", "FloatingPointError: the loss is nan at step 7"), ("mistake", "error", "KeyError: 'layer9'")],
     )
     def test_an_exception_becomes_a_failed_record_without_absolute_paths(
         self, tmp_path: Path, arm: str, kind: str, message: str
@@ -125,19 +106,6 @@ class TestFailures:
         assert record.failure.message.endswith(f" in _{arm}")
         assert str(ROOT) not in record.failure.message
         assert (record.key, record.spec, record.done) == (run.key, run.model_dump(mode="json"), False)
-
-    def test_nan_is_found_among_the_causes(self) -> None:
-        outer = ValueError("the run failed")
-        assert failure_of(outer).kind == "error"
-        outer.__cause__ = FloatingPointError("the loss is nan")
-        assert failure_of(outer).kind == "nan"
-
-    def test_keyboard_interrupt_is_not_caught(self) -> None:
-        def interrupted(*_: object) -> Record:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            guarded(interrupted, run_of(0))
 
 
 class TestLocal:
@@ -248,3 +216,13 @@ class TestRay:
         monkeypatch.setitem(sys.modules, "ray", None)
         with pytest.raises(EngineError, match=r"Ray is not installed(.|\n)*hookdrop\[cluster\]"):
             next(ray.train(runs_of("good"), partial(job, tmp_path), store, 1))
+
+
+def test_progress_prints_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    advance = progress(20, "Final runs")
+    for i in range(20):
+        advance(Record(str(i), {}, failure=NAN if i == 3 else None))
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "Final runs: 20 runs"
+    assert [line.split(" runs")[0] for line in lines] == [f"{n} of 20" for n in range(2, 21, 2)]
+    assert "(1 failed)" in lines[-1]

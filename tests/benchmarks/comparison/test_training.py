@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import getpass
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from comparison.run.record import Outcome, Record
+import hookdrop
+from comparison.run.record import Outcome, environment
 from comparison.run.training import execute
 from comparison.spec.run_spec import Arm, Data, Model, Optimizer, Run
 from models.footprint import changes, kept
+from tests.support.programs import ROOT
 
 SITES = ("layer*.*.bn2",)
 NONE = Arm(name="none", kind="none")
@@ -25,43 +30,27 @@ RUN = Run(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def made(**changes: Any) -> Record:
-    return execute(RUN.model_copy(update=changes))
-
-
 def outcome_of(**changes: Any) -> Outcome:
-    outcome = made(**changes).outcome
+    outcome = execute(RUN.model_copy(update=changes)).outcome
     assert outcome is not None
     return outcome
 
 
 @pytest.fixture(scope="module")
 def none() -> Outcome:
-    torch.set_num_threads(1)
     return outcome_of()
 
 
 @pytest.fixture(scope="module")
-def dropblock() -> Record:
-    torch.set_num_threads(1)
-    return made(arm=DROPBLOCK)
+def dropblock() -> Outcome:
+    return outcome_of(arm=DROPBLOCK)
 
 
 class TestPairs:
-    def test_pairs_share_weights_batches_and_the_first_loss(self, none: Outcome, dropblock: Record) -> None:
-        other = dropblock.outcome
-        assert other is not None
+    def test_pairs_share_weights_batches_and_the_first_loss(self, none: Outcome, dropblock: Outcome) -> None:
         for what in ("weights_before", "batches", "first_loss", "train_images", "scored_images"):
-            assert other[what] == none[what]  # type: ignore[literal-required]
-        assert other["weights_after"] != none["weights_after"]
+            assert dropblock[what] == none[what]  # type: ignore[literal-required]
+        assert dropblock["weights_after"] != none["weights_after"]
 
     def test_other_seeds_have_other_weights_and_batches(self, none: Outcome) -> None:
         other = outcome_of(seed=4)
@@ -74,8 +63,8 @@ class TestPairs:
         for what in ("weights_after", "outputs", "train_loss", "nll"):
             assert still[what] == none[what]  # type: ignore[literal-required]
 
-    def test_runs_are_reproducible(self, dropblock: Record) -> None:
-        assert made(arm=DROPBLOCK).outcome == dropblock.outcome
+    def test_runs_are_reproducible(self, dropblock: Outcome) -> None:
+        assert outcome_of(arm=DROPBLOCK) == dropblock
 
     def test_augmentation_is_independent_of_arm_and_masks(self) -> None:
         shifted = RUN.data.model_copy(update={"augmentation": "crop-flip"})
@@ -85,29 +74,20 @@ class TestPairs:
 
 
 class TestOutcome:
-    def test_the_rate_ramps_over_all_steps(self, dropblock: Record) -> None:
-        outcome = dropblock.outcome
-        assert outcome is not None
-        assert outcome["steps"] == 8
-        assert outcome["rate_at_end"] == 0.2
-
-    def test_requested_and_dropped_rates_of_the_last_epochs(self, dropblock: Record) -> None:
-        outcome = dropblock.outcome
-        assert outcome is not None
+    def test_rates_steps_and_fractions_of_the_last_epochs(self, none: Outcome, dropblock: Outcome) -> None:
+        assert (dropblock["steps"], dropblock["rate_at_end"], dropblock["changes"], none["changes"]) == (
+            8,
+            0.2,
+            [],
+            None,
+        )
         # The last epoch has two steps, at 6/8 and 7/8 of p = 0.2.
-        assert outcome["asked"] == pytest.approx(0.2 * 6.5 / 8)
+        assert dropblock["asked"] == pytest.approx(0.2 * 6.5 / 8)
         # The standard deviation is about 0.003: 40 images with 16 + 24 maps of 16x16, and smaller ones.
-        assert outcome["dropped"] == pytest.approx(outcome["asked"], abs=0.015)
-
-    def test_hooks_do_not_change_the_model(self, none: Outcome, dropblock: Record) -> None:
-        assert none["changes"] is None
-        assert dropblock.outcome is not None
-        assert dropblock.outcome["changes"] == []
+        assert dropblock["dropped"] == pytest.approx(dropblock["asked"], abs=0.015)
 
     def test_footprint_check_detects_changes(self) -> None:
         """`changes` reports other modifications of the model."""
-        import hookdrop
-
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
         before = kept(model)
         drop = hookdrop.inject(model, "Dropout(p=0.5)", layers="1")
@@ -122,19 +102,18 @@ class TestOutcome:
         flags = outcome_of(arm=covering, max_steps=2)["flags"]
         assert any("covers the whole 4x4 map" in flag for flag in flags)
 
-    def test_regularizers_that_drop_nothing_have_no_fraction(self) -> None:
-        noise = outcome_of(arm=Arm(name="n", call="GaussianNoise(std=0.1)", p=0.1, layers=SITES), max_steps=2)
-        assert (noise["asked"], noise["dropped"], noise["sites"]) == (None, None, 4)
-
-    def test_cutout_has_a_dropped_fraction_but_no_target(self) -> None:
-        cutout = outcome_of(arm=Arm(name="c", call="Cutout(p=1.0, size=2)", p=1.0, layers=SITES), max_steps=2)
-        assert cutout["asked"] is None
-        assert cutout["dropped"]
+    @pytest.mark.parametrize(("call", "p"), [("GaussianNoise(std=0.1)", 0.1), ("Cutout(p=1.0, size=2)", 1.0)])
+    def test_noise_has_no_fraction_and_cutout_no_target(self, call: str, p: float) -> None:
+        found = outcome_of(arm=Arm(name="a", call=call, p=p, layers=SITES), max_steps=2)
+        assert (found["asked"], found["dropped"] is None, found["sites"]) == (None, "Noise" in call, 4)
 
     def test_tuning_runs_are_scored_on_validation_images(self) -> None:
-        record = made(stage="tuning")
-        assert record.outcome is not None
-        assert record.outcome["scored_images"] == 40
+        assert outcome_of(stage="tuning", max_steps=2)["scored_images"] == 40
+
+    def test_the_environment_is_json_without_host_user_or_path(self) -> None:
+        text = json.dumps(found := environment(), allow_nan=False)
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|", found["git"])
+        assert not any(private in text for private in (f'"{getpass.getuser()}"', str(Path.home()), str(ROOT)))
 
 
 class TestSettings:
