@@ -1,12 +1,13 @@
-"""`benchmarks/speed.py`, `train_step.py` and `timing.py`: output, counts and comparisons. No test depends on a clock."""
+"""`benchmarks/speed.py`, `train_step.py`, `overhead.py` and `timing.py`. No test depends on a clock."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,19 @@ import pandas as pd
 import pytest
 import torch
 
+import overhead
 import peers
 import timing
 import train_step
+from hookdrop import Dropout, inject
+from hookdrop.hooks.hook import SiteHook
 from hookdrop.kernels import native as kernel
+from hookdrop.utils.validation import number
 from speed import PAIRS, saved_bytes
+from tests.benchmarks.test_calls import count_calls
+from tests.support.models import Small
 from tests.support.programs import ROOT
-from timing import Quartiles
+from timing import COUNTS, Quartiles
 
 BENCHMARKS = ROOT / "benchmarks"
 SHAPES = ["2x4x28x28", "3x2x22x21"]
@@ -28,10 +35,10 @@ VIT = "vit_tiny_patch16_224"
 Speed = tuple[str, dict[str, Any]]
 
 
-def run(script: str, *arguments: str, **environment: str) -> str:
+def run(script: str, *arguments: str) -> str:
     """Run the script in a new process and return its output."""
     command = [sys.executable, str(BENCHMARKS / script), "--threads", "1", "--shapes", *SHAPES, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "HookdropWarning" not in done.stderr
     return done.stdout
@@ -64,15 +71,6 @@ def test_all_parts_are_printed_and_written(speed: Speed) -> None:
     assert all(part in text for part in (machine["cpu"], "Bytes saved per element", *map(" / ".join, PAIRS)))
 
 
-def test_single_part_without_the_kernel(tmp_path: Path) -> None:
-    arguments = ("--rounds", "2", "--part", "main", "--json", str(tmp_path / "a.json"))
-    text = run("speed.py", *arguments, HOOKDROP_KERNEL="0")
-    results = json.loads((tmp_path / "a.json").read_text())
-    assert "kernel: False" in text
-    assert set(results) == {"machine", "settings", "main"}
-    assert not [name for name in results["main"][SHAPES[0]]["times"] if name.endswith(peers.NO_KERNEL)]
-
-
 @pytest.mark.filterwarnings("ignore:.*covers the whole 7x7 map")
 def test_training_steps_have_a_ratio_for_each_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At 224 pixels; torchvision rejects the even blocks to which it clamps at some smaller sizes."""
@@ -98,24 +96,15 @@ class TestMemory:
                 assert saved_bytes(one, x) / x.numel() <= 0.05, name
 
 
-class TestPeers:
-    def test_without_kernel_restores_the_kernel_after_an_error(self) -> None:
-        before = kernel.available()
-        with pytest.raises(KeyError), peers.without_kernel():
-            assert not kernel.available()
-            raise KeyError
-        assert kernel.available() == before
-
-    def test_hookdrop_drops_p_in_output_and_gradient(self) -> None:
-        for name, one in peers.implementations().items():
-            if not name.startswith("hookdrop") or name == peers.DROP_PATH:  # few numbers: its fraction varies
-                continue
-            assert peers.dropped_fraction(one, (16, 32, 28, 28), 2) == pytest.approx(peers.P, abs=0.025), name
-            x = torch.ones(4, 8, 28, 28, requires_grad=True)
-            with one.context():
-                y = one.call(x)
-                y.sum().backward()
-            torch.testing.assert_close(x.grad, y.detach(), msg=name)
+def test_hookdrop_drops_p_in_output_and_gradient() -> None:
+    for name, one in peers.implementations().items():
+        if not name.startswith("hookdrop") or name == peers.DROP_PATH:  # few numbers: its fraction varies
+            continue
+        assert peers.dropped_fraction(one, (16, 32, 28, 28), 2) == pytest.approx(peers.P, abs=0.025), name
+        x = torch.ones(4, 8, 28, 28, requires_grad=True)
+        with one.context():
+            (y := one.call(x)).sum().backward()
+        torch.testing.assert_close(x.grad, y.detach(), msg=name)
 
 
 class TestTiming:
@@ -130,10 +119,6 @@ class TestTiming:
         assert turns[-6:] != turns[6:12]
         assert gc.isenabled()
 
-    def test_slow_jobs_run_in_every_third_round(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(timing, "SLOW", -1.0)
-        assert [*timing.measure({"a": lambda: None}, rounds=7).index] == [("a", 0), ("a", 3), ("a", 6)]
-
     def test_many_context_switches_give_a_warning(self, capsys: pytest.CaptureFixture[str]) -> None:
         samples = pd.DataFrame([(0.1, 0.0, 1.0), (0.1, 0.0, 25.0)], columns=timing.COUNTS)
         timing.warn_if_busy(samples[:1], "calm")
@@ -145,3 +130,53 @@ class TestTiming:
         assert [timing.three_digits(value) for value in (0.123, 9.994, 9.996, 99.4, 99.6, 1234)] == [
             *("0.12", "9.99", "10.0", "99.4", "100", "1234")
         ]
+
+
+def test_every_part_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert overhead.main(["--quick", "--threads", "1", "--json", str(tmp_path / "all.json")]) == 0
+    text, results = capsys.readouterr().out, json.loads((tmp_path / "all.json").read_text())
+    assert list(results) == ["machine", "settings", *overhead.PARTS]
+    assert results["settings"]["rounds"] == 3
+    for part in (
+        results["machine"]["cpu"],
+        "the numbers are not reliable",
+        *(title for title, _, _ in overhead.ROWS.values()),
+    ):
+        assert part in text
+    for label, row in (pair for part in overhead.ROWS for pair in results[part]["rows"].items()):
+        assert label in text
+        assert row["low"] <= row["median"] <= row["high"]
+
+
+def test_twins_share_parameters_and_differ_only_in_hooks() -> None:
+    clean = Small().eval()
+    other = overhead.twin(clean)
+    for tensors in (lambda model: model.parameters(), lambda model: model.buffers()):
+        assert all(a is b for a, b in zip(tensors(clean), tensors(other), strict=True))
+    assert not {id(m) for m in clean.modules()} & {id(m) for m in other.modules()}
+    inject(other, Dropout(0.5), layers="**.bn1")
+    assert not any(m._forward_hooks for m in clean.modules())
+
+
+def test_a_slower_hook_increases_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure_calls(jobs: Mapping[str, Callable[[], object]], rounds: int) -> pd.DataFrame:
+        """Calls of hookdrop as microseconds, in place of times."""
+        for job in jobs.values():
+            job()
+        counts = [(1e-6 * count_calls(job).total(), 0.0, 0.0) for job in jobs.values()]
+        return pd.DataFrame(counts, columns=COUNTS, index=pd.MultiIndex.from_product([jobs, [0]]))
+
+    monkeypatch.setattr(overhead, "measure", measure_calls)
+    monkeypatch.setattr(overhead, "CALLS", 7)
+    options, call = argparse.Namespace(rounds=1), SiteHook.__call__
+    before = overhead.call(options)
+
+    def slow(hook: SiteHook, *given: Any) -> object:
+        number(1.0, "p", "test")  # a call of the package
+        return call(hook, *given)
+
+    monkeypatch.setattr(SiteHook, "__call__", slow)
+    after = overhead.call(options)
+    assert before["another module without a hook"] == before["an empty function as hook"] == [0.0]
+    for name, values in before.items():
+        assert (after[name][0] > values[0]) == name.startswith("hookdrop"), name

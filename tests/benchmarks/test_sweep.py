@@ -1,4 +1,4 @@
-"""`benchmarks/sweep.py`: limits, how a run resumes, and the report."""
+"""`benchmarks/sweep.py`: limits, how a run resumes, and the report; and `placement.py`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import placement
 import sweep
 from models.check import NotRunnable
 from sweep import Sweep
@@ -95,13 +96,28 @@ class TestReport:
         about = Sweep(path.stem, f"`{path.stem}` in every family of transformers", command)
         assert sweep.markdown(about, json.loads(path.read_text())) == path.with_suffix(".md").read_text()
 
-    @pytest.mark.parametrize(
-        "path", sorted(RESULTS.glob("transformers/*.json")) + sorted(RESULTS.glob("zoo/**/*.json"))
-    )
-    def test_committed_reports_can_be_read(self, path: Path) -> None:
+    @pytest.mark.parametrize("path", [*RESULTS.glob("transformers/*.json"), *RESULTS.glob("zoo/**/*.json")])
+    def test_committed_reports_have_each_name_once_and_all_reasons(self, path: Path) -> None:
         found = json.loads(path.read_text())["models"]
-        names = [record["name"] for record in found]
-        assert len(names) == len(set(names))
-        assert {record["status"] for record in found} <= set(sweep.STATUSES)
+        assert len(found) == len({record["name"] for record in found})
         without = [record for record in found if record["status"] not in ("passed", "batch", "no layers")]
-        assert all(record["error"] for record in without)
+        assert all(record["error"] and record["status"] in sweep.STATUSES for record in without)
+
+
+RECORDS = json.loads((ROOT / "benchmarks" / "results" / "placement.json").read_text())["models"]
+FOUND = {record["name"]: record for record in RECORDS}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_lite0", "vgg11", "ese_vovnet19b_dw"])
+def test_results_match_the_committed_file(name: str) -> None:
+    assert {"name": name, **placement.compare(name)} == FOUND[name]
+
+
+def test_documented_numbers_match_the_committed_file() -> None:
+    equal = [r["stochastic_depth"] for r in FOUND.values() if r["stochastic_depth"].startswith("equal")]
+    taken = [r for r in FOUND.values() if r["stochastic_depth"] not in ("untaken", "unused")]
+    page = (ROOT / "docs" / "evidence" / "recipes.md").read_text()
+    assert f"{len(equal):,} of the {len(taken):,} architectures" in page
+    for text in ("equal, i / (n - 1)", "equal, i / n", "equal, p everywhere", "untaken", "unused"):
+        assert f"| {sum(r['stochastic_depth'] == text for r in FOUND.values())} |" in page
+    assert sum(r["timm_dropblock"] == "equal" for r in FOUND.values()) == 172

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -159,9 +158,7 @@ class TestInvalidRequests:
 
     def test_missing_config_file(self, tmp_path: Path) -> None:
         status, text = run("--config", BENCHMARKS / "configs" / "digit.yaml", "--out", tmp_path)
-        assert status == 2
-        assert "did you mean" in text
-        assert "digits.yaml" in text
+        assert (status, "did you mean" in text, "digits.yaml" in text) == (2, True, True)
 
     def test_unknown_arm(self, tmp_path: Path) -> None:
         text = self.error(tmp_path, TINY, "--only", "Dropblock")
@@ -177,13 +174,6 @@ class TestInvalidRequests:
         status, text = run("--config", tiny.config, "--out", copied, "--workers", 1, "--seeds", 3)
         assert status == 2
         assert "seeds: stored 2, requested 3" in text
-
-    @pytest.mark.parametrize("words", [[], ["--workers", "0", "--config", "x"], ["--config", "x", "--address", "y"]])
-    def test_invalid_flags(self, words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as ended:
-            run(*words)
-        assert ended.value.code == 2
-        assert "error: " in capsys.readouterr().err
 
 
 class TestFlags:
@@ -215,12 +205,6 @@ class TestReadme:
         (block,) = re.findall(r"```yaml\n(.*?)```", self.TEXT, re.DOTALL)
         config = validate(yaml.safe_load(block), "README.md")
         assert [arm.kind for arm in config.all_arms()] == ["regularizer", "recipe", "peer", "peer", "probe"]
-
-    def test_every_file_exists(self) -> None:
-        named = re.findall(r"benchmarks/[\w/.]+\.(?:py|yaml)|results/[\w./-]+|comparison/[\w/]+\.py", self.TEXT)
-        assert len(named) > 15
-        for name in named:
-            assert (BENCHMARKS / name.removeprefix("benchmarks/")).exists(), name
 
     def test_every_command_parses(self) -> None:
         shell = re.findall(r"benchmarks/compare\.py ((?:\\\n|[^`\n])+)", self.TEXT)

@@ -26,6 +26,7 @@ from comparison.data.catalog import check, load, loader
 from comparison.data.sources import stored
 from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data
+from tests.support.emoji_packages import CATEGORIES, png, write
 
 
 def made(counts: list[int]) -> Task:
@@ -51,13 +52,13 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     catalog._load.cache_clear()
 
 
-def write_images(root: Path, counts: dict[str, int], size: tuple[int, int] = (40, 30)) -> None:
+def write_images(root: Path, counts: dict[str, int]) -> None:
     """Write a different noise image to each file."""
     for folder, count in counts.items():
         (root / folder).mkdir(parents=True)
         for i in range(count):
             seed = int.from_bytes(hashlib.sha256(f"{folder}{i}".encode()).digest()[:4], "big")
-            pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+            pixels = np.random.default_rng(seed).integers(0, 256, (30, 40, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(root / folder / f"{i:03}.png")
 
 
@@ -76,7 +77,6 @@ class TestNames:
         ("name", "says"),
         [
             ("digit", "did you mean: digits"),
-            ("cifar-10", "did you mean: cifar10, cifar100"),
             ("imagefolders:/tmp", "did you mean: imagefolder"),
             ("zzz", "available:    digits, synthetic-cue, cifar10, cifar100, emoji, imagefolder"),
             ("imagefolder:", "has no path.\n  use imagefolder:PATH"),
@@ -89,13 +89,14 @@ class TestNames:
 
 class TestSplit:
     @given(st.lists(st.integers(5, 30), min_size=2, max_size=6), st.integers(0, 10**6), st.data())
-    def test_splits_are_disjoint_balanced_and_have_the_requested_sizes(
+    def test_splits_are_disjoint_balanced_and_share_the_validation_images(
         self, counts: list[int], seed: int, draw: st.DataObject
     ) -> None:
         task = made(counts)
         validation_size = draw.draw(st.integers(1, len(task.pool) - len(counts)))
         train_size = draw.draw(st.integers(len(counts), len(task.pool) - validation_size))
-        split = task.split(train_size, validation_size, seed)
+        split, other = (task.split(train_size, validation_size, one) for one in (seed, seed + 1))
+        assert torch.equal(split.validation, other.validation)
         assert [len(part) for part in split] == [train_size, validation_size, len(task.test)]
         assert len(set(torch.cat(split).tolist())) == sum(map(len, split))
         assert set(torch.cat(split[:2]).tolist()) <= set(task.pool.tolist())
@@ -103,14 +104,6 @@ class TestSplit:
         assert min(of_class) >= 1
         for have, taken in zip(rest, of_class, strict=True):
             assert taken == have or taken >= max(of_class) - 1
-
-    def test_seeds_share_validation_and_test_sets_but_not_training_sets(self) -> None:
-        task = made([60, 60])
-        first, again, other = (task.split(20, 20, seed) for seed in (3, 3, 4))
-        assert torch.equal(first.train, again.train)
-        assert not torch.equal(first.train, other.train)
-        assert torch.equal(first.validation, other.validation)
-        assert torch.equal(first.test, other.test)
 
     @pytest.mark.parametrize(
         ("train", "validation", "says"),
@@ -125,18 +118,13 @@ class TestSplit:
             made([32, 32, 32]).split(train, validation, 0)
 
 
-class TestSeeds:
-    def test_more_seeds_than_training_sets_raise(self, folder: Path) -> None:
-        data = Data(name=f"imagefolder:{folder}", image_size=16, train_size=12, validation_size=3)
-        with pytest.raises(
-            DataError, match="(?s)9 seeds need different training sets, but two of them draw the same 12"
-        ):
-            check(data, range(9))
-
-    def test_training_on_all_images_is_noted(self) -> None:
-        (note,) = check(Data(name="digits"), range(3))
-        assert note.startswith("digits: All seeds train on the same images")
-        assert check(Data(name="digits", train_size=100), range(3)) == []
+def test_more_seeds_than_training_sets_raise_and_training_on_all_images_is_noted(folder: Path) -> None:
+    data = Data(name=f"imagefolder:{folder}", image_size=16, train_size=12, validation_size=3)
+    with pytest.raises(DataError, match="(?s)9 seeds need different training sets, but two of them draw the same 12"):
+        check(data, range(9))
+    (note,) = check(Data(name="digits"), range(3))
+    assert note.startswith("digits: All seeds train on the same images")
+    assert check(Data(name="digits", train_size=100), range(3)) == []
 
 
 class TestGlobalGenerator:
@@ -161,20 +149,16 @@ class TestGlobalGenerator:
         outcomes = []
         for seed, workers in ((0, 0), (1, 0), (2, 2)):
             torch.manual_seed(seed)
-            np.random.seed(seed)
-            before, before_numpy = torch.get_rng_state(), str(np.random.get_state())
+            before = torch.get_rng_state()
             outcomes.append(everything(workers))
             assert torch.equal(torch.get_rng_state(), before)
-            assert str(np.random.get_state()) == before_numpy
         for other in outcomes[1:]:
             assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
 
 
 class TestAugmentation:
-    @pytest.mark.parametrize("name", ["digits", "folder"])
-    def test_augmentation_depends_only_on_seed_epoch_and_index(self, name: str, folder: Path) -> None:
-        name = f"imagefolder:{folder}" if name == "folder" else name
-        task, indices = load(Data(name=name, image_size=16, augmentation="crop-flip")), torch.arange(8)
+    def test_augmentation_depends_only_on_seed_epoch_and_index(self, folder: Path) -> None:
+        task, indices = folder_task(folder, augmentation="crop-flip"), torch.arange(8)
         batch = task.source.augmented(indices, 5, 2)
         assert torch.equal(task.source.augmented(indices.flip(0), 5, 2), batch.flip(0))
         for i in (0, 7):
@@ -333,3 +317,62 @@ class TestImageFolder:
         write_images(tmp_path, files)
         with pytest.raises(DataError, match=rf"{re.escape(said)}(?s:.*)\nNothing was trained\.$"):
             folder_task(tmp_path)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    return load(Data(name="emoji", root=str(write(tmp_path))))
+
+
+def color(task: Task, index: int) -> list[int]:
+    """The color of the square."""
+    return ((task.source.images(torch.tensor([index]))[0, :, 32, 32] + 1) * 127.5).round().int().tolist()
+
+
+class TestEmoji:
+    def test_categories_are_classes_skin_tones_are_left_out_and_transparent_pixels_are_white(self, task: Task) -> None:
+        assert task.labels_N.bincount().tolist() == [2 * count for count in CATEGORIES.values()]
+        assert task.source.images(torch.tensor([0]))[0, :, 0, 0].tolist() == [1.0, 1.0, 1.0]
+
+    def test_no_emoji_is_in_both_training_and_test_images(self, task: Task) -> None:
+        count = sum(CATEGORIES.values())
+        emoji_of = {index: color(task, index)[1] for index in range(2 * count)}
+        tested = {emoji_of[int(index)] for index in task.test}
+        assert tested.isdisjoint({emoji_of[int(index)] for index in task.pool})
+
+    def test_training_and_validation_use_the_first_vendor_only(self, task: Task) -> None:
+        split = task.split(12, None, 0)
+        assert {color(task, int(index))[0] for part in split[:2] for index in part} == {0}
+
+    def test_the_two_test_sets_show_the_same_emoji(self, task: Task) -> None:
+        same, other = (task.test[chosen].tolist() for chosen in task.test_sets.values())
+        assert list(task.test_sets) == ["google, the training vendor", "twitter, the other vendor"]
+        assert [color(task, index) for index in same] == [[0, *color(task, index)[1:]] for index in other]
+        assert {color(task, index)[0] for index in other} == {40}
+
+    def test_the_hash_covers_every_image(self, task: Task, tmp_path: Path) -> None:
+        catalog._load.cache_clear()
+        path = tmp_path / "node_modules/emoji-datasource-twitter/img/twitter/64/fl3.png"
+        path.write_bytes(png("twitter", 80))
+        assert load(Data(name="emoji", root=str(tmp_path))).sha256 != task.sha256
+
+
+class TestErrors:
+    def error(self, root: Path) -> str:
+        with pytest.raises(DataError, match=r"Nothing was trained\.$") as caught:
+            check(Data(name="emoji", root=str(root)), range(2))
+        return str(caught.value)
+
+    def test_a_missing_package_names_the_command_that_downloads_it(self, tmp_path: Path) -> None:
+        said = self.error(tmp_path)
+        assert "'emoji-datasource-google' is not in" in said
+        assert said.endswith(f"emoji-datasource-twitter@16.0.0 --prefix {tmp_path}\nNothing was trained.")
+
+    def test_another_version_is_refused(self, tmp_path: Path) -> None:
+        assert "version 15.0.0, but these results need 16.0.0" in self.error(write(tmp_path, "15.0.0"))
+
+    @pytest.mark.parametrize("content", [None, b"not a PNG"])
+    def test_a_missing_or_damaged_image_is_named(self, tmp_path: Path, content: bytes | None) -> None:
+        path = write(tmp_path) / "node_modules/emoji-datasource-google/img/google/64/fo5.png"
+        path.unlink() if content is None else path.write_bytes(content)
+        assert "fo5.png" in self.error(tmp_path)

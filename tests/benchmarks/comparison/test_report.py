@@ -14,7 +14,7 @@ import pytest
 
 from comparison.analysis import schema, text
 from comparison.analysis.inference import RunMetric, difference
-from comparison.report.page import CellView, render, write
+from comparison.report.page import CellView, render
 from tests.support.programs import ROOT
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\"'&"
@@ -68,10 +68,8 @@ def bare(summary: schema.Summary) -> schema.Summary:
     for arm in found.cells[0].arms:
         arm.tuning = arm.time = arm.memory = arm.against_none = None
         arm.asked = arm.dropped = arm.dropped_half = arm.rate_at_end = None
-    found.cells[0].between = []
-    found.cells[0].controls = schema.Controls(
-        aa_equal=0, aa_seeds=0, none_none=None, paired=True, unchanged=0, hooked=0
-    )
+    nothing: Any = dict.fromkeys(("aa_equal", "aa_seeds", "unchanged", "hooked"), 0)
+    found.cells[0].between, found.cells[0].controls = [], schema.Controls(none_none=None, paired=True, **nothing)
     return found
 
 
@@ -116,11 +114,6 @@ class TestHtml:
         assert len(used) > 50
         assert set(used + Parsed(html).all("aria-labelledby")) <= set(ids)
 
-    def test_page_is_deterministic_and_small(self, small: schema.Summary, tmp_path: Path) -> None:
-        write(small, tmp_path / "report.html")
-        assert (tmp_path / "report.html").read_text() == render(small)
-        assert len(render(small)) < 1_500_000
-
     def test_user_text_is_escaped(self, small: schema.Summary) -> None:
         expected, found = (Parsed(render(with_names(small, name))) for name in ("name", HOSTILE))
         assert [tag for tag, _ in found.tags] == [tag for tag, _ in expected.tags]
@@ -145,24 +138,14 @@ class TestContent:
 
     def test_arms_are_ranked_by_accuracy_before_the_controls(self, small: schema.Summary) -> None:
         arms = CellView(0, small.cells[0]).arms
-        kinds = [arm.kind == "control" for arm in arms]
-        assert kinds == sorted(kinds)
-        means = [
-            arm.against_none["accuracy"].mean if arm.against_none else 0.0 for arm in arms if arm.kind != "control"
-        ]
-        assert means == sorted(means, reverse=True)
+        ranks = [(arm.kind == "control", -arm.against_none["accuracy"].mean) for arm in arms if arm.against_none]
+        assert ranks == sorted(ranks)
 
     def test_missing_measurements_are_stated(self, small: schema.Summary) -> None:
         assert words(bare(small)).count("None, or not measured.") == 4
         broken = small.model_copy(deep=True)
         broken.cells[0].arms[1].means["nll"] = float("nan")
         assert not re.search(r'[">](nan|inf)\b', render(broken.model_copy(update={"failures": []})))
-
-    def test_all_runs_failed(self) -> None:
-        found = words(stored().model_copy(update={"cells": [], "failures": [FAILED] * 3}))
-        assert "No run is finished." in found
-        assert "3 runs failed" in found
-        assert found.count("the loss was nan") == 3
 
     def test_problems_are_shown_at_the_top(self, small: schema.Summary) -> None:
         wrong = small.model_copy(deep=True)
@@ -255,25 +238,18 @@ LITTLE = """[...document.querySelectorAll('body *')].filter(e => e.checkVisibili
 def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
     """Open a page with all parts. Console messages, errors and requests fail the test."""
     noise: list[str] = []
-    contexts = []
 
     def opened(page: str, **options: Any) -> Any:
-        file = tmp_path / "report.html"
-        file.write_text(page, encoding="utf-8")
-        contexts.append(browser.new_context(**options))
-        tab = contexts[-1].new_page()
+        (tmp_path / "report.html").write_text(page, encoding="utf-8")
+        tab = browser.new_page(**options)
         tab.on("console", lambda message: noise.append(message.text))
-        tab.on(
-            "request", lambda request: noise.append(request.url) if request.url[:5] not in ("file:", "data:") else None
-        )
-        tab.goto(file.as_uri())
+        tab.on("request", lambda request: noise.append(request.url))
+        tab.goto((tmp_path / "report.html").as_uri())
         tab.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
         return tab
 
     yield opened
-    for context in contexts:
-        context.close()
-    assert not noise
+    assert not [one for one in noise if one[:5] not in ("file:", "data:")]
 
 
 class TestBrowser:
