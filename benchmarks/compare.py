@@ -25,12 +25,11 @@ try:
     from comparison.engines.store import Folder, StoreError, replace_file
     from comparison.engines.work import EngineError, Runner
     from comparison.report import page
-    from comparison.report.table import table, watch
+    from comparison.report.table import WIDTH, progress, table
     from comparison.run.record import Record
     from comparison.spec import options
     from comparison.spec.run_spec import ConfigError
     from comparison.spec.study import Entry, Study
-    from program import make_console, say
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"compare.py: {error.name} is not installed.\n  install what it needs: pip install -e '.[compare]'\n"
@@ -41,39 +40,43 @@ except ModuleNotFoundError as error:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, compare and report. Return 1 if a run failed or a control does not hold, 2 if the request is invalid."""
     args = options.parse(argv, (__doc__ or "").partition(":")[0])
-    console = make_console()
     try:
         if args.report:
             page.write(Summary.model_validate_json(args.report.read_text()), args.report.with_name("report.html"))
             return 0
-        return _compare(args, console)
+        return _compare(args)
     except (ConfigError, StoreError, EngineError) as error:
-        say(console, f"compare.py: {error}")
+        print(f"compare.py: {error}")
         return 2
     except KeyboardInterrupt:
-        say(console, f"\nInterrupted. Finished runs are kept in {args.out}; the same command resumes the comparison.")
+        print(f"\nInterrupted. Finished runs are kept in {args.out}; the same command resumes the comparison.")
         return 130
 
 
-def _compare(args: argparse.Namespace, console: Console) -> int:
+def _compare(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     config, written = options.config_of(args)
     study = Study(config, args.only)
     found = preview.check_study(study)
     for name, planned in found.plans.items():
-        say(console, f"{name}: {planned}\n")
+        print(f"{name}: {planned}\n")
     for note in dict.fromkeys(note for notes in found.remarks.values() for note in notes):
-        say(console, f"Note: {note}")
+        print(f"Note: {note}")
     with Folder(args.out) as folder:
         if args.dry_run:
-            say(console, f"{preview.outlook(study, folder.store, args.workers)}\nDry run: nothing was trained.")
+            print(f"{preview.outlook(study, folder.store, args.workers)}\nDry run: nothing was trained.")
             return 0
         folder.claim(config)
-        entries, records = _run(study, folder, console, args)
+        address = {"address": args.address} if args.engine == "ray" else {}
+        engine = partial(ray.train if args.engine == "ray" else local.train, workers=args.workers, **address)
+        trainer = Runner(folder.store, engine, progress)
+        entries = study.entries(trainer.tune(study.searches()))
+        # Seed by seed, so that an interrupted comparison has complete pairs.
+        trainer.ensure([entry.runs[seed] for seed in entries[0].runs for entry in entries], "Final runs")
         summary = summarize(
             entries,
-            records,
-            _costs(entries, records, console, config.timing),
+            trainer.requested,
+            _costs(entries, trainer.requested, config.timing),
             found.remarks,
             title=config.title,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -82,20 +85,7 @@ def _compare(args: argparse.Namespace, console: Console) -> int:
             seeds=config.seeds,
             notes=_partial_note(study),
         )
-        return _report(summary, folder, console, time.perf_counter() - started)
-
-
-def _run(
-    study: Study, folder: Folder, console: Console, args: argparse.Namespace
-) -> tuple[list[Entry], Mapping[str, Record]]:
-    """Train all missing runs. Return the arms and the records of all requested runs."""
-    address = {"address": args.address} if args.engine == "ray" else {}
-    engine = partial(ray.train if args.engine == "ray" else local.train, workers=args.workers, **address)
-    trainer = Runner(folder.store, engine, folder.checkpoints, partial(watch, console), args.retry)
-    entries = study.entries(trainer.tune(study.searches()))
-    # Seed by seed, so that an interrupted comparison has complete pairs.
-    trainer.ensure([entry.runs[seed] for seed in entries[0].runs for entry in entries], "Final runs")
-    return entries, trainer.requested
+        return _report(summary, folder, time.perf_counter() - started)
 
 
 def _partial_note(study: Study) -> list[str]:
@@ -108,11 +98,11 @@ def _partial_note(study: Study) -> list[str]:
     return [note] if excluded else []
 
 
-def _costs(entries: Sequence[Entry], records: Mapping[str, Record], console: Console, seconds: float) -> Costs:
+def _costs(entries: Sequence[Entry], records: Mapping[str, Record], seconds: float) -> Costs:
     """Measure time and memory ratios by cell and arm in a separate process; skip arms without a finished run."""
     if not seconds:
         return {}
-    say(console, "Timing training steps in a single process, with no other runs active ...")
+    print("Timing training steps in a single process, with no other runs active ...")
     done = {key for key, record in records.items() if record.done}
     entries = [entry for entry in entries if done & {run.key for run in entry.runs.values()}]
     try:
@@ -120,29 +110,27 @@ def _costs(entries: Sequence[Entry], records: Mapping[str, Record], console: Con
             return pool.submit(costs.measure, entries, seconds).result()
     except Exception as error:
         # A failure to measure costs must not lose the results of the runs.
-        say(console, f"Timing failed; the report has no costs: {type(error).__name__}: {error}")
+        print(f"Timing failed; the report has no costs: {type(error).__name__}: {error}")
         return {}
 
 
-def _report(summary: Summary, folder: Folder, console: Console, seconds: float) -> int:
+def _report(summary: Summary, folder: Folder, seconds: float) -> int:
     """Print the results, write the report, and return the exit status."""
     for note in summary.notes:
-        say(console, f"Note: {note}")
+        print(f"Note: {note}")
+    # Wide enough in a pipe that no row of a table is wrapped.
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     for cell in summary.cells:
         console.print(table(cell))
-        say(console, "\n".join([text.verdict(cell), *text.notes(cell), *text.control_sentences(cell), ""]))
+        print("\n".join([text.verdict(cell), *text.notes(cell), *text.control_sentences(cell), ""]))
     for failure in summary.failures:
-        say(console, f"FAILED: {failure.cell}, {failure.arm}, seed {failure.seed}: {failure.kind}: {failure.message}")
+        print(f"FAILED: {failure.cell}, {failure.arm}, seed {failure.seed}: {failure.kind}: {failure.message}")
     # A partial comparison must not overwrite the complete report.
     suffix = "-only" if summary.notes else ""
     html, numbers = (path.with_stem(path.stem + suffix) for path in (folder.report, folder.summary))
-    try:
-        replace_file(numbers, summary.model_dump_json(indent=1).encode())
-        page.write(summary, html)
-    except OSError as error:
-        say(console, f"compare.py: cannot write the report: {error}.\n  All runs are kept; run the same command again.")
-        return 2
-    say(console, f"Total time: {seconds:.0f} s\nAll numbers: {numbers}\nReport: {html.resolve()}")
+    replace_file(numbers, summary.model_dump_json(indent=1).encode())
+    page.write(summary, html)
+    print(f"Total time: {seconds:.0f} s\nAll numbers: {numbers}\nReport: {html.resolve()}")
     return 1 if summary.failures or not all(cell.controls.hold for cell in summary.cells) else 0
 
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import peers
 from hookdrop import functional
-from program import make_console, new_table
+from program import show
 
 SHAPE = (32, 256, 28, 28)
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -76,11 +76,11 @@ FUNCTIONS = peers.calls() | {
 
 def main() -> None:
     """Print a table."""
-    table = new_table("", "forward at 32x256x28x28, float32", "launches", "bytes per element")
+    rows, elements = {}, torch.Size(SHAPE).numel()
     for name, function in FUNCTIONS.items():
         counter = forward(function)
-        table.add_row(name, str(counter.launches), f"{counter.bytes / torch.Size(SHAPE).numel():.2f}")
-    make_console().print(table)
+        rows[name] = {"launches": counter.launches, "bytes per element": f"{counter.bytes / elements:.2f}"}
+    show("A forward at 32x256x28x28, float32", rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import copy
 import gc
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -24,14 +24,13 @@ import numpy as np
 import timm
 import torch
 import torchvision
-from rich.console import Console
 from torch import Tensor, nn
 
 import hookdrop
 import peers
 import program
 from hookdrop import DropBlock, Dropout, LateSchedule, LinearSchedule
-from timing import Samples, measure, time_call, warn_if_busy
+from timing import measure, ratios, time_call, warn_if_busy
 
 MODELS = {"torchvision": torchvision.models.resnet50, "timm": partial(timm.create_model, "resnet50")}
 BLOCKS, INPUTS, QUICK_INPUTS = "layer?.*", ((1, 224), (8, 224), (1, 64)), ((1, 32),)
@@ -56,14 +55,7 @@ def interval(values: Sequence[float]) -> dict[str, Any]:
     return {"low": low, "median": float(np.median(values)), "high": high, "values": values}
 
 
-def compared(samples: Mapping[str, Samples], over: str, under: str, scale: float = 0.0) -> list[float]:
-    """Divide the times of `over` by those of `under` in the rounds that have both, or subtract them, times `scale`."""
-    above, below = samples[over].seconds, samples[under].seconds
-    turns = [turn for turn in above if turn in below]
-    return [scale * (above[turn] - below[turn]) if scale else above[turn] / below[turn] for turn in turns]
-
-
-def forward(options: argparse.Namespace, console: Console) -> Rows:
+def forward(options: argparse.Namespace) -> Rows:
     """Compare eval forwards with hookdrop, with empty hooks, of a copy without hooks, and of the original model."""
     rows = {}
     for library, make in MODELS.items():
@@ -79,8 +71,8 @@ def forward(options: argparse.Namespace, console: Console) -> Rows:
                 with torch.set_grad_enabled(gradients):
                     jobs = {name: partial(one, x) for name, one in models.items()}
                     samples = measure(jobs, options.rounds, options.device)
-                warn_if_busy(console, samples, case)
-                rows |= {f"{case}: {over} / {under}": compared(samples, over, under) for over, under in PAIRS}
+                warn_if_busy(samples, case)
+                rows |= {f"{case}: {over} / {under}": ratios(samples, over, under) for over, under in PAIRS}
     return rows
 
 
@@ -105,7 +97,7 @@ class Tiny(nn.Module):
         return x
 
 
-def call(options: argparse.Namespace, console: Console) -> Rows:
+def call(options: argparse.Namespace) -> Rows:
     """Measure what a hook adds to the call of a module that does nothing."""
     x, others = torch.ones(1, 4, 8, 8), ("clean", "another module without a hook", "an empty function as hook")
     cases: dict[str, nn.Module] = {name: Tiny() for name in others}
@@ -132,8 +124,9 @@ def call(options: argparse.Namespace, console: Console) -> Rows:
     gradients = {name for name in cases if "training, " in name}
     jobs = {name: partial(_call, module, x, name in gradients) for name, module in cases.items()}
     samples = measure(jobs, options.rounds)
-    warn_if_busy(console, samples, "calls")
-    return {name: compared(samples, name, "clean", 1e6 / CALLS) for name in cases if name != "clean"}
+    warn_if_busy(samples, "calls")
+    added = {name: samples.seconds[name] - samples.seconds["clean"] for name in cases if name != "clean"}
+    return {name: [*(1e6 / CALLS * seconds.dropna())] for name, seconds in added.items()}
 
 
 def _call(module: nn.Module, x: Tensor, gradients: bool) -> None:
@@ -142,7 +135,7 @@ def _call(module: nn.Module, x: Tensor, gradients: bool) -> None:
             module(x)
 
 
-def sites(options: argparse.Namespace, console: Console) -> Rows:
+def sites(options: argparse.Namespace) -> Rows:
     """Inject, step, find and remove at 1 to 10,000 sites with different rates."""
     rows: Rows = {}
     models = {count: nn.Sequential(*(Tiny() for _ in range(count))) for count in SITE_COUNTS}
@@ -165,7 +158,7 @@ def sites(options: argparse.Namespace, console: Console) -> Rows:
     return rows
 
 
-ROWS: dict[str, tuple[str, int, Callable[[argparse.Namespace, Console], Rows]]] = {
+ROWS: dict[str, tuple[str, int, Callable[[argparse.Namespace], Rows]]] = {
     "forward": ("Eval forward of a resnet50 with a hook on each of its 16 blocks: ratios of times", 4, forward),
     "call": ("Time added to the call of a layer: microseconds", 2, call),
     "sites": ("1 to 10,000 sites: microseconds per site, and the exponent of their number", 3, sites),
@@ -173,15 +166,12 @@ ROWS: dict[str, tuple[str, int, Callable[[argparse.Namespace, Console], Rows]]] 
 """By name: the title, the number of decimals, and the function that measures."""
 
 
-def _part(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def _part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure, print a table, and return the numbers."""
     title, digits, measured = ROWS[name]
-    rows = {label: interval(values) for label, values in measured(options, console).items()}
-    table = program.new_table(f"\n{title}", "", "median [95 %]")
-    for label, row in rows.items():
-        low, median, high = (f"{row[key]:.{digits}f}" for key in ("low", "median", "high"))
-        table.add_row(label, f"{median} [{low}, {high}]")
-    console.print(table)
+    rows = {label: interval(values) for label, values in measured(options).items()}
+    shown = {label: {key: f"{row[key]:.{digits}f}" for key in ("low", "median", "high")} for label, row in rows.items()}
+    program.show(f"{title}, with the 95 % interval of the median", shown)
     return {"title": title, "rows": rows}
 
 

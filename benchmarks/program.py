@@ -1,46 +1,49 @@
-"""What the programs share: the console, tables, options, parts that run one after another, and the file of results."""
+"""What the programs share: the machine, tables, options, parts that run one after another, and results."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import timm
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import torchvision
 
-from machine import format_machine, machine_info
+import hookdrop
+from hookdrop.kernels import native
 
-PIPE_WIDTH = 130
-"""Wide enough that no table row is truncated or wrapped."""
 MIN_ROUNDS, QUICK_ROUNDS = 12, 3
-Part = Callable[[argparse.Namespace, Console], dict[str, Any]]
+Part = Callable[[argparse.Namespace], dict[str, Any]]
 """A part prints its tables and returns its results."""
 
 
-def make_console() -> Console:
-    """Create a console as wide as the terminal, or `PIPE_WIDTH` wide in a pipe."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+def machine_info(device: str = "cpu") -> dict[str, Any]:
+    """Describe the hardware and the software versions."""
+    modules = [hookdrop, torch, torchvision, timm, sys.modules.get("transformers")]
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*: (.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return {
+        "cpu": model[1].strip() if model else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "device": device if device == "cpu" else torch.cuda.get_device_name(),
+        "threads": torch.get_num_threads(),
+        "kernel": native.available(),
+        "python": platform.python_version(),
+        "versions": {module.__name__: module.__version__ for module in modules if module},
+    }
 
 
-def say(console: Console, text: str) -> None:
-    """Print plain text without interpreting markup, and without wrapping lines in a pipe."""
-    console.print(text, markup=False, soft_wrap=not console.is_terminal)
-
-
-def new_table(title: str, *columns: str) -> Table:
-    """Create a table whose first column is left-aligned and whose others are right-aligned."""
-    heading = Text(title, no_wrap=True, overflow="ignore", style="table.title")  # it may be wider than the table
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title=heading, title_justify="left")
-    for i, column in enumerate(columns):
-        shown.add_column(column, justify="right" if i else "left", no_wrap=True)
-    return shown
+def show(title: str, rows: Mapping[str, Mapping[str, object]]) -> None:
+    """Print a table, given the cells of each row by column."""
+    print(f"\n{title}\n{pd.DataFrame.from_dict(rows, orient='index').fillna('-').to_string()}")
 
 
 def parser(description: str | None, parts: Mapping[str, Part], rounds: int, out: str) -> argparse.ArgumentParser:
@@ -63,13 +66,15 @@ def main(options: argparse.Namespace, parts: Mapping[str, Part], **fixed: object
     torch.manual_seed(0)
     options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else options.default_rounds)
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    console, machine = make_console(), machine_info(options.device)
+    machine = machine_info(options.device)
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()} | fixed
     results: dict[str, Any] = {"machine": machine, "settings": settings}
     note = " This is a smoke test: the numbers are not reliable." if options.rounds < MIN_ROUNDS else ""
-    say(console, f"{format_machine(machine)}\n{options.rounds} rounds in random order; see timing.py.{note}")
+    for name, value in machine.items():
+        print(f"{name}: {', '.join(map(' '.join, value.items())) if isinstance(value, dict) else value}")
+    print(f"{options.rounds} rounds in random order; see timing.py.{note}")
     for name in options.part:
-        results[name] = parts[name](options, console)
+        results[name] = parts[name](options)
         options.json.write_text(json.dumps(results, indent=1, allow_nan=False))
-    say(console, f"Results: {options.json}")
+    print(f"Results: {options.json}")
     return 0

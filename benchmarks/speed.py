@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from rich.console import Console
 from torch import Tensor
 
 import peers
@@ -52,26 +49,18 @@ MAP, SMALL_MAP, GROWTH_ROUNDS = (28, 28), (14, 14), 3
 """The maps of the growth part, from 1e4 elements and below; the minimum number of rounds per size."""
 MAX_SECONDS = 2.0
 """Implementations with a slower call are not run on larger tensors."""
-BYTES_PER_ELEMENT = 64
-"""Peak memory of the largest consumer: float32 input, gradients, output and masks, and int64 pooling indices."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    options = parse_options(argv)
-    shapes = [peers.format_shape(shape) for shape in options.shapes]
-    return program.main(options, PARTS, p=peers.P, block_size=peers.BLOCK, dtype="float32", shapes=shapes)
-
-
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = program.parser(__doc__, PARTS, rounds=25, out="runs/speed/results.json")
     parser.add_argument("--shapes", type=peers.shape, nargs="+", help="shapes NxCxHxW (default: 3, or 5 on a GPU)")
     parser.add_argument("--elements", type=float, help="size of the largest tensor in the growth part (default: 1e8)")
     options = parser.parse_args(argv)
     options.shapes = options.shapes or (peers.SHAPES if options.device == "cpu" else peers.GPU_SHAPES)
     options.elements = options.elements or (1e6 if options.quick else 1e8)
-    return options
+    shapes = [peers.format_shape(shape) for shape in options.shapes]
+    return program.main(options, PARTS, p=peers.P, block_size=peers.BLOCK, dtype="float32", shapes=shapes)
 
 
 def cases(
@@ -83,13 +72,13 @@ def cases(
         yield peers.format_shape(shape), {name: one.job(x, grad) for name, one in implementations.items()}
 
 
-def compare(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Compare all implementations at each shape."""
     implementations = peers.implementations(device=options.device)
     pairs = [*PAIRS, *(_without_kernel(*pair) for pair in PAIRS)]
     pairs += [(name, peers.LIMIT) for name in implementations if name != peers.LIMIT]
-    title = f"\nForward + backward, p = {peers.P}, block_size = {peers.BLOCK}, a mask per channel unless shared"
-    return race(title, cases(options.shapes, implementations, options.device), pairs, options, console)
+    title = f"Forward + backward, p = {peers.P}, block_size = {peers.BLOCK}, a mask per channel unless shared"
+    return race(title, cases(options.shapes, implementations, options.device), pairs, options)
 
 
 def _without_kernel(over: str, under: str) -> tuple[str, str]:
@@ -97,49 +86,44 @@ def _without_kernel(over: str, under: str) -> tuple[str, str]:
     return over, under
 
 
-def small(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def small(options: argparse.Namespace) -> dict[str, Any]:
     """Compare the regularizers with their peers on small tensors, where the calls of operations are the cost."""
     implementations = peers.implementations(block=SMALL_BLOCK, device=options.device)
     chosen = {name: implementations[name] for pair in SMALL for name in pair}
-    return race("\nSmall tensors", cases(SMALL_SHAPES, chosen, options.device), SMALL, options, console)
+    return race("Small tensors", cases(SMALL_SHAPES, chosen, options.device), SMALL, options)
 
 
-def blocks(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def blocks(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the cost of larger blocks relative to blocks of 7, at the last shape."""
     names = {size: f"{peers.BATCH}, blocks of {size}" for size in SIZES}
     chosen = {names[size]: peers.implementations(block=size, device=options.device)[peers.BATCH] for size in SIZES}
     pairs = [(names[size], names[SIZES[0]]) for size in SIZES[1:]]
-    return race("\nBlock sizes", cases(options.shapes[-1:], chosen, options.device), pairs, options, console)
+    return race("Block sizes", cases(options.shapes[-1:], chosen, options.device), pairs, options)
 
 
-def growth(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def growth(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the cost by tensor size."""
     implementations = peers.implementations(device=options.device)
     chosen = {name: implementations[name] for name in GROWTH_NAMES}
-    sizes = cases(_growth_shapes(options.elements, options.device), chosen, options.device)
+    sizes = cases(_growth_shapes(options.elements), chosen, options.device)
     settings = {"rounds": max(GROWTH_ROUNDS, options.rounds // 3), "most": MAX_SECONDS}
     pairs = [(name, peers.LIMIT) for name in GROWTH_NAMES[1:]]
-    return race("\nTensor sizes", sizes, pairs, options, console, **settings)
+    return race("Tensor sizes", sizes, pairs, options, **settings)
 
 
-def _growth_shapes(limit: float, device: str) -> list[peers.Shape]:
-    """Return shapes from 1e3 elements, about tripling, up to `limit` or the available memory."""
-    on_host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    most = min(limit, (on_host if device == "cpu" else torch.cuda.mem_get_info()[0]) / BYTES_PER_ELEMENT)
-    powers = [10 ** (half / 2) for half in range(6, 1 + math.floor(2 * math.log10(max(most, 1e4)) + 1e-9))]
+def _growth_shapes(limit: float) -> list[peers.Shape]:
+    """Return shapes from 1e3 elements, about tripling, up to `limit`; with 1e8, a job takes up to 6 GiB."""
+    powers = [10 ** (half / 2) for half in range(6, 1 + math.floor(2 * math.log10(limit) + 1e-9))]
     maps = [SMALL_MAP if elements < 1e4 else MAP for elements in powers]
     return [(4, max(1, round(one / 4 / math.prod(sizes))), *sizes) for one, sizes in zip(powers, maps, strict=True)]
 
 
-def memory(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def memory(options: argparse.Namespace) -> dict[str, Any]:
     """Print and return the bytes per element that each regularizer saves for backward, and the fraction it drops.
 
     Tensors that autograd saves stay alive from forward to backward, in all layers at the same time, and so limit the
     batch size. The input does not count, since the previous layer keeps it in any case.
     """
-    table = program.new_table(
-        "\nBytes saved per element, and dropped fraction", "", *map(peers.format_shape, options.shapes)
-    )
     found: dict[str, dict[str, Any]] = {}
     for name, one in peers.implementations(device=options.device).items():
         for shape in options.shapes:
@@ -147,8 +131,11 @@ def memory(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             dropped = peers.dropped_fraction(one, shape, device=options.device)
             numbers = {"bytes_per_element": saved_bytes(one, x) / x.numel(), "dropped": dropped}
             found.setdefault(name, {})[peers.format_shape(shape)] = numbers
-        table.add_row(name, *(f"{of['bytes_per_element']:.4f} {of['dropped']:.3f}" for of in found[name].values()))
-    console.print(table)
+    shown = {
+        name: {shape: f"{one['bytes_per_element']:.4f} {one['dropped']:.3f}" for shape, one in of.items()}
+        for name, of in found.items()
+    }
+    program.show("Bytes saved per element, and dropped fraction", shown)
     return found
 
 
@@ -160,7 +147,7 @@ def saved_bytes(implementation: peers.Implementation, x: Tensor) -> int:
     return sum(storages.values())
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, Console], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "main": compare,
     "small": small,
     "blocks": blocks,

@@ -31,9 +31,8 @@ import torch
 from jinja2 import Environment, FileSystemLoader
 from pebble import ProcessExpired, ProcessPool
 
-from machine import machine_info
 from models.check import CheckFailed, NotRunnable
-from program import make_console, say
+from program import machine_info
 
 STATUSES = {
     "passed": "all checks passed",
@@ -86,23 +85,22 @@ def parser(
 
 def main(options: argparse.Namespace, sweep: Sweep, names: Sequence[str], check: Check) -> int:
     """Check the names that have no record, and write the report; return 1 if one failed or crashed."""
-    console = make_console()
     options.out.mkdir(parents=True, exist_ok=True)
     selected = [name for name in names if re.search(options.only, name)]
     if not selected:
         sys.exit(f"no name matches {options.only!r}; names look like {names[0]!r}")
     done = {one["name"] for one in records(options.out, sweep.name) if one["status"] not in options.again}
     pending = [name for name in selected if name not in done]
-    say(console, f"{len(selected)} names, {len(selected) - len(pending)} done; {options.memory:.1f} GiB per worker")
+    print(f"{len(selected)} names, {len(selected) - len(pending)} done; {options.memory:.1f} GiB per worker")
     with (options.out / f"{sweep.name}-1-of-1.jsonl").open("a") as journal:
         journal.write("\n")  # ends half a line that a killed process left
         for number, record in enumerate(run(pending, check, options), 1):
             journal.write(json.dumps(record, allow_nan=False) + "\n")
             journal.flush()
-            say(console, f"{number}/{len(pending)} {record['status']:8} {record['name']} {record.get('error', '')}")
+            print(f"{number}/{len(pending)}", record["status"], record["name"], record.get("error", ""), flush=True)
     results = collect(options.out, sweep, names)
     write(options.out, sweep, results)
-    say(console, f"{summary(results)}\n\nFull report: {options.out / sweep.name}.md and .json")
+    print(f"{summary(results)}\n\nFull report: {options.out / sweep.name}.md and .json")
     return int(any(record["status"] in FAILURES for record in results["models"]))
 
 
@@ -156,11 +154,9 @@ def _checked(check: Check, name: str, options: argparse.Namespace) -> Record:
     return record | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def records(path: Path, name: str = "*") -> list[Record]:
-    """Return the last record of each model in the journals of a folder, or in a JSON report."""
+def records(path: Path, name: str) -> list[Record]:
+    """Return the last record of each model in the journals of a folder."""
     found: dict[str, Record] = {}
-    if path.suffix == ".json":
-        return list(json.loads(path.read_text())["models"])
     for text in (text for file in sorted(path.glob(f"{name}-*.jsonl")) for text in file.read_text().splitlines()):
         with suppress(json.JSONDecodeError):  # a process that ended while writing leaves half a line
             one = json.loads(text)

@@ -11,19 +11,16 @@ import gc
 import math
 import random
 import resource
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import timeit
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from program import new_table, say
+from program import show
 
 WARM_UPS = 3
 SLOW, SLOW_EVERY = 0.15, 3
@@ -33,6 +30,10 @@ MIN_SECONDS, MAX_REPEATS = 2e-3, 50
 MAX_SWITCHES, MAX_PREEMPTED = 50.0, 0.2
 """Involuntary context switches per second (a busy machine has hundreds, an idle one almost none), and the fraction of
 turns with more that gives a warning."""
+COUNTS = ["seconds", "page_faults", "involuntary_switches"]
+"""What is measured, per call."""
+Case = tuple[str, Mapping[str, Callable[[], object]]]
+"""The title of a column, and its jobs."""
 
 
 class Quartiles(NamedTuple):
@@ -43,7 +44,7 @@ class Quartiles(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Quartiles:
+    def of(cls, values: Sequence[float] | pd.Series) -> Quartiles:
         """Compute the quartiles of at least one value."""
         return cls(*(float(value) for value in np.quantile(values, (0.25, 0.5, 0.75))))
 
@@ -53,58 +54,32 @@ class Quartiles(NamedTuple):
         return f"{median} [{low}, {high}]"
 
 
-@dataclass
-class Samples:
-    """Seconds, page faults and involuntary context switches per call of one job, by round."""
+def measure(jobs: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> pd.DataFrame:
+    """Run all jobs in random order in every round (slow jobs in every third), after `WARM_UPS` warm-up calls.
 
-    seconds: dict[int, float] = field(default_factory=dict)
-    faults: dict[int, float] = field(default_factory=dict)
-    switches: dict[int, float] = field(default_factory=dict)
-
-    def numbers(self) -> dict[str, Any]:
-        """Return the values for the JSON file."""
-        seconds, faults, switches = (list(values.values()) for values in (self.seconds, self.faults, self.switches))
-        return {
-            "milliseconds": Quartiles.of([1e3 * value for value in seconds])._asdict(),
-            "page_faults_per_call": Quartiles.of(faults)._asdict(),
-            "involuntary_switches_per_call": Quartiles.of(switches)._asdict(),
-            "rounds": list(self.seconds),
-            "seconds_of_rounds": seconds,
-        }
-
-
-Case = tuple[str, Mapping[str, Callable[[], object]]]
-"""The title of a column, and its jobs."""
-
-
-def measure(jobs: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[str, Samples]:
-    """Run all jobs in random order in every round (slow jobs in every third), after `WARM_UPS` warm-up calls."""
-    samples = {name: Samples() for name in jobs}
-    shuffler = random.Random(0)
-    with _garbage_collection_disabled():
-        estimates = {name: min(time_call(job, 1, device)[0] for _ in range(WARM_UPS)) for name, job in jobs.items()}
-        for turn in range(rounds):
-            names = [name for name in jobs if turn % (SLOW_EVERY if estimates[name] > SLOW else 1) == 0]
-            shuffler.shuffle(names)
-            for name in names:
-                repeats = min(MAX_REPEATS, max(1, round(MIN_SECONDS / estimates[name])))
-                found = samples[name]
-                found.seconds[turn], found.faults[turn], found.switches[turn] = time_call(jobs[name], repeats, device)
-            gc.collect()
-    return samples
+    Returns:
+        `COUNTS` of each turn; the index is the job and the round.
+    """
+    turns, shuffler = dict[tuple[str, int], tuple[float, float, float]](), random.Random(0)
+    estimates = {name: min(time_call(job, 1, device)[0] for _ in range(WARM_UPS)) for name, job in jobs.items()}
+    for turn in range(rounds):
+        names = [name for name in jobs if turn % (SLOW_EVERY if estimates[name] > SLOW else 1) == 0]
+        shuffler.shuffle(names)
+        for name in names:
+            repeats = min(MAX_REPEATS, max(1, round(MIN_SECONDS / estimates[name])))
+            turns[name, turn] = time_call(jobs[name], repeats, device)
+        gc.collect()
+    return pd.DataFrame.from_dict(turns, orient="index", columns=COUNTS).set_index(pd.MultiIndex.from_tuples(turns))
 
 
 def time_call(job: Callable[[], object], repeats: int, device: str) -> tuple[float, float, float]:
-    """Return seconds, page faults and involuntary context switches per call. On a GPU, its events measure the time."""
+    """Return `COUNTS` of a call, without garbage collection. On a GPU, its events measure the time."""
     events: list[Any] = [] if device == "cpu" else [torch.cuda.Event(enable_timing=True) for _ in "ab"]  # type: ignore
     before = resource.getrusage(resource.RUSAGE_SELF)
     if events:
         torch.cuda.synchronize()
         events[0].record()
-    started = time.perf_counter()
-    for _ in range(repeats):
-        job()
-    seconds = time.perf_counter() - started
+    seconds = timeit.timeit(job, number=repeats)
     if events:  # including the time in which the GPU waits for launches
         events[1].record()
         torch.cuda.synchronize()
@@ -115,7 +90,7 @@ def time_call(job: Callable[[], object], repeats: int, device: str) -> tuple[flo
 
 
 def race(
-    title: str, cases: Iterable[Case], pairs: Sequence[tuple[str, str]], options: Any, console: Console, **settings: Any
+    title: str, cases: Iterable[Case], pairs: Sequence[tuple[str, str]], options: Any, **settings: Any
 ) -> dict[str, Any]:
     """Time the jobs of each case. Print the ratios of pairs of jobs, and return all numbers.
 
@@ -126,30 +101,29 @@ def race(
     for case, jobs in cases:
         chosen = {name: job for name, job in jobs.items() if name not in slow}
         samples = measure(chosen, settings.get("rounds", options.rounds), options.device)
-        warn_if_busy(console, samples, case)
-        slow |= {name for name, one in samples.items() if max(one.seconds.values()) > settings.get("most", math.inf)}
-        of_pairs = {" / ".join(pair): ratios(samples, *pair)._asdict() for pair in pairs if {*pair} <= {*samples}}
-        found[case] = {"times": {name: one.numbers() for name, one in samples.items()}, "ratios": of_pairs}
+        warn_if_busy(samples, case)
+        slow |= {name for name in chosen if samples.loc[name].seconds.max() > settings.get("most", math.inf)}
+        of_pairs = {" / ".join(pair): ratios(samples, *pair) for pair in pairs if {*pair} <= {*chosen}}
+        quartiles = {pair: Quartiles.of(values)._asdict() for pair, values in of_pairs.items()}
+        found[case] = {"times": {name: _numbers(samples.loc[name]) for name in chosen}, "ratios": quartiles}
     texts = {case: {pair: str(Quartiles(**one)) for pair, one in of["ratios"].items()} for case, of in found.items()}
-    table = pd.DataFrame(texts).fillna("-")
+    table = pd.DataFrame(texts)
     table = table.T if len(table.columns) > len(table) else table
-    shown = new_table(title, "ratios: median, quartiles", *table.columns)
-    for name, cells in table.iterrows():
-        shown.add_row(str(name), *cells)
-    console.print(shown)
+    show(f"{title}: ratios of times, median and quartiles", table.to_dict("index"))
     return found
 
 
-def preempted_fraction(samples: Mapping[str, Samples]) -> float:
-    """Return the fraction of turns in which other processes often preempted a job."""
-    rates = [count / found.seconds[turn] for found in samples.values() for turn, count in found.switches.items()]
-    return sum(rate > MAX_SWITCHES for rate in rates) / len(rates)
+def _numbers(samples: pd.DataFrame) -> dict[str, Any]:
+    """Return the values of a job for the JSON file."""
+    of = {f"{name}_per_call": Quartiles.of(samples[name])._asdict() for name in COUNTS}
+    return {**of, "rounds": samples.index.tolist(), "seconds_of_rounds": samples.seconds.tolist()}
 
 
-def warn_if_busy(console: Console, samples: Mapping[str, Samples], where: str) -> None:
+def warn_if_busy(samples: pd.DataFrame, where: str) -> None:
     """Print a warning if other processes often preempted the jobs."""
-    if (fraction := preempted_fraction(samples)) > MAX_PREEMPTED:
-        say(console, f"  warning: {where}: other processes preempted {fraction:.0%} of the turns; see speed.py.")
+    often = float((samples.involuntary_switches / samples.seconds > MAX_SWITCHES).mean())
+    if often > MAX_PREEMPTED:
+        print(f"  warning: {where}: other processes preempted {often:.0%} of the turns; see speed.py.")
 
 
 def saved_storages(forward: Callable[[], object]) -> dict[int, int]:
@@ -166,24 +140,11 @@ def saved_storages(forward: Callable[[], object]) -> dict[int, int]:
     return {address: storage.nbytes() for address, storage in storages.items()}
 
 
-def ratios(samples: Mapping[str, Samples], over: str, under: str) -> Quartiles:
+def ratios(samples: pd.DataFrame, over: str, under: str) -> list[float]:
     """Divide the times of `over` by those of `under`, in the rounds that have both."""
-    above, below = samples[over].seconds, samples[under].seconds
-    return Quartiles.of([above[turn] / below[turn] for turn in above if turn in below])
+    return [*(samples.seconds[over] / samples.seconds[under]).dropna()]
 
 
 def three_digits(value: float) -> str:
     """Format with three digits and without an exponent."""
     return f"{value:.0f}" if value >= 99.5 else f"{value:.{1 if value >= 9.995 else 2}f}"
-
-
-@contextmanager
-def _garbage_collection_disabled() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -18,7 +18,6 @@ from typing import Any
 import timm
 import torch
 import torchvision
-from rich.console import Console
 from torch import Tensor, nn
 
 import hookdrop
@@ -47,11 +46,6 @@ Step = Callable[[], None]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
-    return program.main(parse_options(argv), PARTS)
-
-
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = program.parser(__doc__, PARTS, rounds=25, out="runs/train_step.json")
     parser.add_argument("--resnet", default="resnet50", help="a ResNet of torchvision (default: resnet50)")
     parser.add_argument("--layers", nargs="+", default=LAYERS, help=f"its sites (default: {' '.join(LAYERS)})")
@@ -59,10 +53,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=(*RESNETS, *VARIANTS), help="variants to time (default: all)")
     parser.add_argument("--batch", type=int, default=32, help="images (default: 32)")
     parser.add_argument("--pixels", type=int, default=224, help="size of an image for the ResNet (default: 224)")
-    return parser.parse_args(argv)
+    return program.main(parser.parse_args(argv), PARTS)
 
 
-def compare(part: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def compare(part: str, options: argparse.Namespace) -> dict[str, Any]:
     """Time the variants of each model of a part."""
     variants = [name for name in (VARIANTS if part == "vit" else RESNETS) if name in (CLEAN, *options.only)]
 
@@ -72,7 +66,7 @@ def compare(part: str, options: argparse.Namespace, console: Console) -> dict[st
             yield name, {variant: made(variant, options) for variant in variants}
 
     pairs = [(variant, CLEAN) for variant in variants if variant != CLEAN]
-    return race(f"\nA training step, {part}", cases(), pairs, options, console)
+    return race(f"A training step, {part}", cases(), pairs, options)
 
 
 def _resnet_step(part: str, name: str, options: argparse.Namespace) -> Step:

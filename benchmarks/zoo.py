@@ -13,10 +13,9 @@ With `--workers 2`, a full run takes two hours; sweep.py says how to resume it. 
 from __future__ import annotations
 
 import argparse
-import re
+import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -43,27 +42,15 @@ ABOUT = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the models; return 1 if a model failed or crashed."""
-    options = parse_options(argv)
-    title = f"{options.recipe} in timm and torchvision" if options.recipe else "Every timm and torchvision model"
-    command = f"python benchmarks/zoo.py --recipe {options.recipe}".removesuffix(" --recipe ")
-    return sweep.main(options, Sweep("zoo", title, command, ABOUT, options.recipe), catalog.names(), check_model)
-
-
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = sweep.parser(__doc__, out="runs/zoo")
     parser.add_argument("--recipe", choices=RECIPES, default="", help="check this recipe instead of all norms")
     options = parser.parse_args(argv)
     if options.memory is None:
-        options.memory = 0.75 * available_memory() / sweep.GIB / max(options.workers, 1)
-    return options
-
-
-def available_memory() -> float:
-    """Return the free memory in bytes, or 8 GiB where the system does not report it."""
-    info = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
-    return int(found[1]) * 1024.0 if found else 8.0 * sweep.GIB
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / sweep.GIB
+        options.memory = 0.5 * total / max(options.workers, 1)
+    title = f"{options.recipe} in timm and torchvision" if options.recipe else "Every timm and torchvision model"
+    command = f"python benchmarks/zoo.py --recipe {options.recipe}".removesuffix(" --recipe ")
+    return sweep.main(options, Sweep("zoo", title, command, ABOUT, options.recipe), catalog.names(), check_model)
 
 
 def check_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -89,30 +76,15 @@ def check_first_runnable(trials: Iterator[Trial], device: str, recipe: Recipe | 
     """Check the first trial that runs without hookdrop."""
     reason = "the model accepts no input size that was tried"
     for trial in trials:
-        if recipe is not None and (refusal := refusal_of(recipe, trial)):
-            return trial.about() | {"status": "refused", "error": refusal}
         try:
             return trial.about() | Check(trial.build(device), trial.example(device), recipe).run()
         except NotRunnable as error:
             reason = f"{error} [{trial.about()['input']}]"
+        except (hookdrop.LayerError, hookdrop.InjectionError) as error:
+            if recipe is None:
+                raise
+            return trial.about() | {"status": "refused", "error": str(error).splitlines()[0]}
     raise NotRunnable(reason)
-
-
-def refusal_of(recipe: Recipe, trial: Trial) -> str:
-    """Return why the recipe refuses a model, which takes no memory to find out."""
-    reason = ""
-    for example in (trial.example("meta").eval, None):  # a detector runs with values only: then its backbone decides
-        try:
-            hookdrop.plan(trial.build("meta"), recipe, example_input=example)
-        except hookdrop.InjectionError as error:
-            reason = str(error).splitlines()[0]
-        except hookdrop.LayerError as error:
-            return str(error).splitlines()[0]
-        except NotImplementedError:  # the constructor needs values
-            return ""
-        else:
-            return ""
-    return reason
 
 
 if __name__ == "__main__":

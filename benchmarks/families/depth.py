@@ -47,13 +47,8 @@ class Call:
 Calls = dict[str, Call]
 
 
-@dataclass
-class Findings:
-    """How each layer and block reduces, and the problems, by the name of the layer."""
-
-    layers: int
-    kinds: dict[str, str] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)
+Problems = dict[str, str]
+"""By the name of the layer."""
 
 
 def check_sites(
@@ -62,7 +57,7 @@ def check_sites(
     blocks: Mapping[str, Sequence[str]],
     rows: Collection[str],
     inner: Collection[str] = (),
-) -> Findings:
+) -> Problems:
     """Check the sites of a model with random vectors.
 
     Args:
@@ -76,74 +71,70 @@ def check_sites(
     layers = [pair for _, found in stacks(model) for pair in found]
     sites = [end for ends in blocks.values() for end in ends]
     inside = [name for name, module in model.named_modules() if name in known or (name and is_layer(module))]
-    found = Findings(len(layers))
+    problems: Problems = {}
     with randomized(model):
         with _scaled(model, dict.fromkeys(sites, 1.0)), torch.no_grad():
             plain = record(model, runs, [*inside, *sites])
         with _scaled(model, dict.fromkeys(sites, 0.0)):
             calls = record(model, runs, inside)
-            zeroed = {name: _reduction(model.get_submodule(name), call) for name, call in calls.items()}
+            zeroed = {name: _reduces(model.get_submodule(name), call) for name, call in calls.items()}
         for name, layer in layers:
             # The blocks of a container that is never called are checked below.
             container = name not in plain and any(block.startswith(f"{name}.") for block in known)
             if not container and not name.startswith(tuple(f"{site}." for site in sites)):  # a part of a branch
-                _check_layer(name, layer, plain, zeroed, found)
+                _check_layer(name, layer, plain, zeroed, problems)
         for name in known.keys() & zeroed.keys():
             if zeroed[name]:
-                found.kinds.setdefault(name, zeroed[name])
-                found.problems.pop(name, None)
+                problems.pop(name, None)
             elif name not in inner:
-                _add_problem(found, name, model.get_submodule(name))
-            _check_rows(name, set(known[name]) & set(rows) & set(plain), plain, found)
+                _add_problem(problems, name, model.get_submodule(name))
+            _check_rows(name, set(known[name]) & set(rows) & set(plain), plain, problems)
         # Blocks outside of the layers are those of a convolutional backbone, in which a ReLU follows the addition.
         prefixes = tuple(f"{name}." for name, _ in layers)
         tested = {name: ends for name, ends in known.items() if f"{name}.".startswith(prefixes) and name not in inner}
-        found.problems |= _check_additions(model, runs, tested, dict.fromkeys(sites, 0.0), plain)
-    return found
+        problems |= _check_additions(model, runs, tested, dict.fromkeys(sites, 0.0), plain)
+    return problems
 
 
-def _check_layer(name: str, layer: nn.Module, plain: Calls, zeroed: Mapping[str, str], found: Findings) -> None:
+def _check_layer(name: str, layer: nn.Module, plain: Calls, zeroed: Mapping[str, bool], problems: Problems) -> None:
     """Check that a layer reduces to its skip, or that all layers inside it do."""
     inner = [pair for _, layers in stacks(layer, f"{name}.") for pair in layers]
     if isinstance(layer, nn.ModuleList):
         inner = [(f"{name}.{index}", child) for index, child in layer.named_children()]
     if zeroed.get(name) and not plain[name].returns_an_input:
-        found.kinds[name] = zeroed[name]
-    elif inner:
-        for inner_name, child in inner:
-            _check_layer(inner_name, child, plain, zeroed, found)
-    else:
-        _add_problem(found, name, layer)
+        return
+    for inner_name, child in inner:
+        _check_layer(inner_name, child, plain, zeroed, problems)
+    if not inner:
+        _add_problem(problems, name, layer)
 
 
-def _check_rows(name: str, ends: Collection[str], plain: Calls, found: Findings) -> None:
+def _check_rows(name: str, ends: Collection[str], plain: Calls, problems: Problems) -> None:
     """Check that the first axis of the output of these sites is the batch."""
     for end in ends:
         shape = plain[end].outputs[0].shape
         if len(shape) < 3 or shape[0] % BATCH or shape[0] not in (BATCH, plain[name].inputs[0].shape[0]):
-            found.problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
+            problems[name] = f"the first axis of {end} {tuple(shape)} is not the batch"
 
 
-def _add_problem(found: Findings, name: str, layer: nn.Module) -> None:
+def _add_problem(problems: Problems, name: str, layer: nn.Module) -> None:
     if not _REPLACES_ITS_INPUT.match(type(layer).__name__):
-        found.problems[name] = f"{type(layer).__name__} does not reduce to its skip"
+        problems[name] = f"{type(layer).__name__} does not reduce to its skip"
 
 
-def _reduction(layer: nn.Module, call: Call) -> str:
-    """Return "input", "vectors" or "projection" by what the output of a layer without branches depends on, or ""."""
+def _reduces(layer: nn.Module, call: Call) -> bool:
+    """Whether the output of a layer without branches depends on its input, and on no matrix but a projection."""
     if call.returns_an_input:
-        return "input"
+        return True
     if not call.outputs or not call.inputs or (_varies(call.inputs[0]) and not _varies(call.outputs[0])):
-        return ""
+        return False
     matrices = {key: p for key, p in layer.named_parameters() if p.requires_grad and p.dim() > 1}
     if not matrices or not call.outputs[0].requires_grad:
-        return "vectors"
+        return True
     loss = call.outputs[0].square().sum()
     gradients = torch.autograd.grad(loss, list(matrices.values()), retain_graph=True, allow_unused=True)
     used = [key for key, gradient in zip(matrices, gradients, strict=True) if gradient is not None and gradient.any()]
-    if not all(key.startswith(_PROJECTIONS) for key in used):
-        return ""
-    return "projection" if used else "vectors"
+    return all(key.startswith(_PROJECTIONS) for key in used)
 
 
 def _varies(x: Tensor) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
@@ -106,11 +106,8 @@ def _first_run(name: str, part: PreTrainedModel) -> tuple[Run | None, set[int], 
     torch.manual_seed(0)
     for inputs in attempts(part):
         run, called = Run(name, part.eval(), inputs), set[int]()
-        with torch.no_grad(), ExitStack() as stack:
-            for module in part.modules():
-                stack.enter_context(
-                    module.register_forward_hook(lambda module, *_, called=called: called.add(id(module)))
-                )
+        hook = register_module_forward_hook(lambda module, *_, called=called: called.add(id(module)))
+        with torch.no_grad(), hook:
             try:
                 run()
             except Exception as error:  # models reject inputs with any kind of error

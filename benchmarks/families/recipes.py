@@ -11,7 +11,7 @@ from torch import nn
 
 import hookdrop
 from families.depth import check_sites
-from families.layers import Run, float_tensors
+from families.layers import Run, float_tensors, stacks
 from families.own_dropout import check_own_dropout
 from families.units import check_heads, check_layers, check_patches, check_tokens
 from hookdrop import InjectionError, LayerError, recipes
@@ -88,14 +88,12 @@ def check_depth(model: nn.Module, planned: Planned) -> Record:
         for branch in facts.branches:
             if branch.end in sites:
                 blocks.setdefault(f"{prefix}{branch.layer}", []).append(f"{prefix}{branch.end}")
-    found = check_sites(model, [run for run, _ in planned], blocks, rows, inner)
-    silent = {
-        name: problem for name, problem in found.problems.items() if not _is_warned(name, warnings, name in blocks)
-    }
+    problems = check_sites(model, [run for run, _ in planned], blocks, rows, inner)
+    silent = {name: problem for name, problem in problems.items() if not _is_warned(name, warnings, name in blocks)}
     require(not silent, "; ".join(f"{name}: {problem}" for name, problem in [*silent.items()][:2]))
-    record: Record = {"layers": found.layers, "reduces": sorted(set(found.kinds.values()))}
-    if found.problems:
-        classes = sorted({problem.split()[0] for problem in found.problems.values()})
+    record: Record = {"layers": sum(len(layers) for _, layers in stacks(model))}
+    if problems:
+        classes = sorted({problem.split()[0] for problem in problems.values()})
         record["error"] = f"not recognized, with a warning: {', '.join(classes)}"
     return record
 

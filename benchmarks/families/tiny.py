@@ -1,7 +1,7 @@
 """Tiny models of every family of transformers, with random weights; nothing is downloaded.
 
 A family is a `model_type` with a base model (`AutoModel`). Its default config is made smaller by the names of its
-attributes, its sub-configs too. overrides.yaml has the families whose sizes depend on each other in another way.
+attributes, its sub-configs too: sizes.yaml.
 """
 
 from __future__ import annotations
@@ -20,42 +20,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 VOCABULARY = 128
-WIDTH, HEADS, HEAD = 64, 4, 16
+HEAD = 16
 LARGEST = 100e6  # parameters
-# The first pattern that matches the whole name of an attribute limits its value, or each value of a list.
-COUNTS: tuple[tuple[str, int], ...] = (
-    (r"(.*_)?vocab_size(_.*)?|n_vocab|num_embeddings", VOCABULARY),
-    (r"(.*_)?(num_hidden_layers|num_layers|n_layers?|layers|depth|num_blocks|num_(de|en)coder_layers)", 2),
-    (r"depths|num_hidden_groups|.*blocks_per_stage|stage_num_blocks", 2),
-)
-SIZES: tuple[tuple[str, int], ...] = (
-    (r"(.*_)?(num_key_value_heads|num_kv_heads|num_key_heads|n_kv_heads|multi_query_group_num)", HEADS // 2),
-    (r"(.*_)?(attention_heads|num_heads|n_heads?|heads|attention_heads_per_stage|num_value_heads|n_v_heads)", HEADS),
-    (r"(.*_)?rope_head_dim", HEAD // 2),
-    (r"(.*_)?(nope_head_dim|v_head_dim|head_dim|d_kv|d_head|dim_head|kv_channels|head_size)", HEAD),
-    (r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|d_inner|mlp_dim|n_inner|feedforward_dim)", 2 * WIDTH),
-    (r"(.*_)?(linear_units|inner_dim|intermediate_dim)", 2 * WIDTH),
-    (r"(.*_)?(hidden_sizes?|d_model|n_embd|embed_dims?|embedding_size|hidden_dim|emb_dim|projection_dim)", WIDTH),
-    (r"(.*_)?(lora_rank|embed_proj_dim)", WIDTH),
-    (
-        r"(.*_)?max_position_embeddings|n_positions|max_seq_len|n_ctx|max_(sequence_length|(source|target)_positions)",
-        128,
-    ),
-    (r".*(experts_per_tok(en)?|_top_k|moe_k|top_k_experts|moe_topk)|topk", 2),
-    (r"n_group|topk_group|num_expert_groups?", 1),
-    (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
-    (r"num_queries|num_groups|num_conv_pos_embedding_groups|rotary_dim", 8),
-    (r".*upsample_groups", WIDTH),
-    (r"window_size", 4),
-    (r"image_size|input_size|pretrain_image_size|img_size", 32),
-    (r"patch_size", 8),
-)
 OFF = r"drop_path(_rate)?|fusion_droppath|.*layerdrop|mask_(time|feature)_prob|use_cache"
 """Stochastic depth of the model, masks that need long sequences, and KV caches, which training does not fill."""
 TOKEN_ID = r".*_(token_ids?|token_index|id)"
 MULTIMODAL_ROPE = r".*(vl|4v|ocr|image|omni|compass|cosmos|qwen|glm4|hunyuan|v46).*"
 
-OVERRIDES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("overrides.yaml").read_text())
+SMALL: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text())
 
 
 def names() -> list[str]:
@@ -86,7 +58,7 @@ def models(name: str) -> Iterator[PreTrainedModel]:
 def tiny_config(kind: type[PreTrainedConfig], all_sizes: bool = True) -> PreTrainedConfig:
     """Return a config with small sizes. Without `all_sizes`, only the layers and the vocabulary are small."""
     default = kind()
-    values, own = vars(default), OVERRIDES.get(kind.model_type, {})
+    values, own = vars(default), SMALL["families"].get(kind.model_type, {})
     settings: dict[str, Any] = {}
     free_ids = iter(range(100, VOCABULARY))
     for field in fields(kind):
@@ -137,8 +109,8 @@ def _shrunk(name: str, value: Any, all_sizes: bool) -> Any:
     """Return the small value of an attribute, or None to keep the default."""
     if re.fullmatch(OFF, name) and value:
         return type(value)([0.0] * len(value)) if isinstance(value, list | tuple) else type(value)(0)
-    rows = COUNTS + SIZES if all_sizes else COUNTS
-    limit = next((size for pattern, size in rows if re.fullmatch(pattern, name)), None)
+    rows = SMALL["counts"] | (SMALL["sizes"] if all_sizes else {})
+    limit = next((size for pattern, size in rows.items() if re.fullmatch(pattern, name)), None)
     if limit is None or isinstance(value, bool):
         return None
     if isinstance(value, int):

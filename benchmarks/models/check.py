@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -198,23 +199,20 @@ class Check:
 
 def rates(found: Injected) -> dict[str, Any]:
     """Compare the measured drop rate of each kind of regularizer with the rates of its sites."""
-    planned = {site.name: site for site in found.plan.sites}
-    by_kind: dict[str, list[tuple[Any, int, float]]] = {}
-    for name, measured in found.totals.sites.items():
-        if measured.elements:
-            site = planned[name]
+    rows = []
+    for site in found.plan.sites:
+        if (measured := found.totals.sites.get(site.name)) and measured.elements:
             is_block = isinstance(site.regularizer, hookdrop.DropBlock)
             area = BLOCK ** (len(site.shape or ()) - 2) if is_block else 1
-            by_kind.setdefault(label(site.regularizer), []).append((measured, area, site.p))
-    require(by_kind, "no element was regularized in training")
-    deviation = 0.0
-    for name, sites in by_kind.items():
-        total = sum(site.elements for site, _, _ in sites)
-        dropped = sum(site.zeroed for site, _, _ in sites) / total
-        asked = sum(p * site.elements for site, _, p in sites) / total
+            rows.append((label(site.regularizer), measured.elements, measured.zeroed, site.p, area))
+    require(rows, "no element was regularized in training")
+    deviation, table = 0.0, pd.DataFrame(rows, columns=["kind", "elements", "zeroed", "p", "area"])
+    for name, sites in table.groupby("kind"):
+        total = sites.elements.sum()
+        dropped, asked = sites.zeroed.sum() / total, (sites.p * sites.elements).sum() / total
         # The elements of a block are dropped together, and the number of a few blocks is not normally distributed.
-        error = sum(p * (1 - p) * area * site.elements for site, area, p in sites) ** 0.5 / total
-        bound = STANDARD_ERRORS * (error + max(area for _, area, _ in sites) / total)
+        error = (sites.p * (1 - sites.p) * sites.area * sites.elements).sum() ** 0.5 / total
+        bound = STANDARD_ERRORS * (error + sites.area.max() / total)
         deviation = max(deviation, round(abs(dropped - asked) / error, 2))
         text = f"{name} dropped {dropped:.5f} of {total} elements, expected {asked:.3g}"
         require(abs(dropped - asked) <= bound, text)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-_FOLD = 2**15
+import hookdrop
+
+KEPT = ("class", "repr", "state_dict keys", "modules", "hooks")
+"""What neither training nor an injection and its removal may change."""
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -28,17 +33,7 @@ def bit_equal(a: list[Tensor], b: list[Tensor]) -> bool:
 def fingerprint(model: nn.Module) -> dict[str, int]:
     """Compute a checksum per parameter and buffer; a copy of a large model would not fit in memory."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: _checksum(x) for name, x in named if not x.is_meta}
-
-
-def _checksum(x: Tensor) -> int:
-    """Compute the CRC-32 of the bytes; large tensors are first summed over 8-byte words 32 KiB apart."""
-    raw = _bytes(x)
-    folded = len(raw) // _FOLD * _FOLD
-    if raw.data_ptr() % 8 or not folded:
-        return zlib.crc32(raw.numpy())
-    sums = raw[:folded].view(torch.int64).view(-1, _FOLD // 8).sum(0)
-    return zlib.crc32(raw[folded:].numpy(), zlib.crc32(sums.numpy()))
+    return {name: zlib.crc32(_bytes(x).numpy().data) for name, x in named if not x.is_meta}
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -69,3 +64,31 @@ def _hooks(module: nn.Module) -> list[list[int]]:
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return the names of the parts in which two footprints differ."""
     return [part for part in before if before[part] != after[part]]
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 of the concatenated bytes of the tensors."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def kept(model: nn.Module) -> dict[str, Any]:
+    """The parts of the model's footprint that stay."""
+    return {name: part for name, part in footprint(model).items() if name in KEPT}
+
+
+def changes(model: nn.Module, drop: hookdrop.Injection, x: Tensor, before: dict[str, Any]) -> list[str]:
+    """Remove the hooks, and list what is not bit-identical with them and after; `before` is what was `kept`."""
+    hooked = _observed(model, x)
+    drop.remove()
+    removed = _observed(model, x)
+    found = [f"{what} with hooks" for what in hooked if hooked[what] != removed[what]]
+    return [*found, *(f"{what} after removal" for what in differences(before, kept(model)))]
+
+
+@torch.no_grad()
+def _observed(model: nn.Module, x: Tensor) -> dict[str, str]:
+    model.eval()
+    return {"eval output": digest([model(x)]), "state_dict": digest(model.state_dict().values()), "repr": repr(model)}

@@ -48,21 +48,14 @@ def test_drop_block(shape: tuple[int, ...]) -> None:
         assert 0 < backward.launches <= MAX_BACKWARD
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        ("hookdrop dropout", "F.dropout"),
-        ("hookdrop dropout2d", "F.dropout2d"),
-        ("hookdrop drop_path", "timm drop_path"),
-        ("hookdrop GaussianNoise", "x + p * torch.randn_like(x)"),
-        ("hookdrop UniformNoise", "x * (1 + p * (2 * torch.rand_like(x) - 1))"),
-    ],
-)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_other_regularizers_launch_no_more_than_their_equivalents(ours: str, theirs: str, dtype: torch.dtype) -> None:
-    found, other = (launches.forward(launches.FUNCTIONS[name], dtype=dtype) for name in (ours, theirs))
-    assert 0 < found.launches <= other.launches
-    assert "Noise" not in ours or found.launches < other.launches
+def test_other_regularizers_launch_no_more_than_their_equivalents(dtype: torch.dtype) -> None:
+    found = {name: launches.forward(function, dtype=dtype).launches for name, function in launches.FUNCTIONS.items()}
+    assert 0 < found["hookdrop dropout"] <= found["F.dropout"]
+    assert 0 < found["hookdrop dropout2d"] <= found["F.dropout2d"]
+    assert 0 < found["hookdrop drop_path"] <= found["timm drop_path"]
+    assert 0 < found["hookdrop GaussianNoise"] < found["x + p * torch.randn_like(x)"]
+    assert 0 < found["hookdrop UniformNoise"] < found["x * (1 + p * (2 * torch.rand_like(x) - 1))"]
 
 
 def test_the_counter_sees_every_operation_except_views_and_allocations() -> None:

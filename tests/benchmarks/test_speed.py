@@ -1,37 +1,44 @@
-"""`benchmarks/speed.py`, `train_step.py` and `timing.py`: output, counts and comparisons. No test depends on a clock."""
+"""`benchmarks/speed.py`, `train_step.py`, `overhead.py` and `timing.py`. No test depends on a clock."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
-import hookdrop
+import overhead
 import peers
 import timing
 import train_step
+from hookdrop import Dropout, inject
+from hookdrop.hooks.hook import SiteHook
 from hookdrop.kernels import native as kernel
+from hookdrop.utils.validation import number
 from speed import PAIRS, saved_bytes
+from tests.benchmarks.test_calls import count_calls
+from tests.support.models import Small
 from tests.support.programs import ROOT
-from timing import Quartiles, Samples
+from timing import COUNTS, Quartiles
 
 BENCHMARKS = ROOT / "benchmarks"
 SHAPES = ["2x4x28x28", "3x2x22x21"]
 VIT = "vit_tiny_patch16_224"
-Speed = tuple[str, dict[str, Any], Path]
+Speed = tuple[str, dict[str, Any]]
 
 
-def run(script: str, *arguments: str, **environment: str) -> str:
+def run(script: str, *arguments: str) -> str:
     """Run the script in a new process and return its output."""
     command = [sys.executable, str(BENCHMARKS / script), "--threads", "1", "--shapes", *SHAPES, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "HookdropWarning" not in done.stderr
     return done.stdout
@@ -39,65 +46,29 @@ def run(script: str, *arguments: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def speed(tmp_path_factory: pytest.TempPathFactory) -> Speed:
-    """The output, the results and the folder of a run with all parts."""
+    """The output and the results of a run with all parts."""
     out = tmp_path_factory.mktemp("speed")
     text = run("speed.py", "--quick", "--rounds", "4", "--elements", "5e4", "--json", str(out / "results.json"))
-    return text, json.loads((out / "results.json").read_text()), out
+    return text, json.loads((out / "results.json").read_text())
 
 
-class TestSpeed:
-    def test_prints_machine_and_settings(self, speed: Speed) -> None:
-        text, results, _ = speed
-        machine = results["machine"]
-        assert machine["threads"] == 1
-        assert machine["kernel"] == kernel.available()
-        assert machine["versions"]["hookdrop"] == hookdrop.__version__
-        assert set(machine["versions"]) == {"hookdrop", "torch", "torchvision", "timm"}
-        assert machine["cpu"] in text
-        assert results["settings"]["shapes"] == SHAPES
-
-    def test_every_implementation_has_times_and_a_ratio_to_the_limit(self, speed: Speed) -> None:
-        _, results, _ = speed
-        for shape in SHAPES:
-            found = results["main"][shape]
-            assert list(found["times"]) == list(peers.implementations())
-            assert all(times["page_faults_per_call"]["low"] >= 0 for times in found["times"].values())
-            for name in list(found["times"])[1:]:
-                quartiles = found["ratios"][f"{name} / {peers.LIMIT}"]
-                assert 0 < quartiles["low"] <= quartiles["median"] <= quartiles["high"]
-
-    def test_every_ratio_is_reported_with_and_without_the_kernel(self, speed: Speed) -> None:
-        text, results, _ = speed
-        for shape in SHAPES:
-            found = results["main"][shape]["ratios"]
-            assert list(found)[: len(PAIRS)] == [" / ".join(pair) for pair in PAIRS]
-            assert len(found) == len(PAIRS) * (2 if kernel.available() else 1) + len(peers.implementations()) - 1
-        assert all(" / ".join(pair) in text for pair in PAIRS)
-
-    def test_results_of_the_other_parts(self, speed: Speed) -> None:
-        text, results, _ = speed
-        assert len(results["blocks"][SHAPES[-1]]["ratios"]) == 2
-        assert list(results["small"]) == ["4x16x7x7", "16x8x7x7", "8x64x7x7", "8x64x14x14"]
-        assert list(results["growth"]) == ["4x1x14x14", "4x4x14x14", "4x3x28x28", "4x10x28x28"]
-        assert "Bytes saved per element" in text
-        assert list(results["memory"]) == list(peers.implementations())
-        dropped = {name: of[SHAPES[0]]["dropped"] for name, of in results["memory"].items()}
-        assert dropped[peers.LIMIT] == 0
-        assert dropped[peers.BATCH] > 0
-
-    def test_piped_output_is_not_truncated_or_colored(self, speed: Speed) -> None:
-        text, _, _ = speed
-        assert "…" not in text
-        assert "\x1b" not in text
-
-
-def test_single_part_without_the_kernel(tmp_path: Path) -> None:
-    arguments = ("--rounds", "2", "--part", "main", "--json", str(tmp_path / "a.json"))
-    text = run("speed.py", *arguments, HOOKDROP_KERNEL="0")
-    results = json.loads((tmp_path / "a.json").read_text())
-    assert "not built" in text
-    assert set(results) == {"machine", "settings", "main"}
-    assert not [name for name in results["main"][SHAPES[0]]["times"] if name.endswith(peers.NO_KERNEL)]
+def test_all_parts_are_printed_and_written(speed: Speed) -> None:
+    text, results = speed
+    machine, names = results["machine"], list(peers.implementations())
+    assert (machine["threads"], machine["kernel"]) == (1, kernel.available())
+    assert set(machine["versions"]) == {"hookdrop", "torch", "torchvision", "timm"}
+    assert results["settings"]["shapes"] == SHAPES
+    for shape in SHAPES:
+        found = results["main"][shape]
+        assert list(found["times"]) == names
+        assert list(found["ratios"])[: len(PAIRS)] == [" / ".join(pair) for pair in PAIRS]
+        assert len(found["ratios"]) == len(PAIRS) * (2 if kernel.available() else 1) + len(names) - 1
+        assert all(0 < one["low"] <= one["median"] <= one["high"] for one in found["ratios"].values())
+    assert len(results["blocks"][SHAPES[-1]]["ratios"]) == 2
+    assert list(results["small"]) == ["4x16x7x7", "16x8x7x7", "8x64x7x7", "8x64x14x14"]
+    assert list(results["growth"]) == ["4x1x14x14", "4x4x14x14", "4x3x28x28", "4x10x28x28"]
+    assert list(results["memory"]) == names
+    assert all(part in text for part in (machine["cpu"], "Bytes saved per element", *map(" / ".join, PAIRS)))
 
 
 @pytest.mark.filterwarnings("ignore:.*covers the whole 7x7 map")
@@ -118,14 +89,6 @@ class TestMemory:
         x = torch.randn(8, 16, 28, 28, requires_grad=True)
         assert saved_bytes(peers.implementations()[name], x) / x.numel() == pytest.approx(bytes_each, abs=1e-3)
 
-    def test_storages_count_once_and_the_input_does_not_count(self) -> None:
-        def square(x: torch.Tensor) -> torch.Tensor:
-            mask = torch.ones(x.shape)
-            return x * x * mask[:] * mask.view_as(x)
-
-        x = torch.randn(4, 5, requires_grad=True)
-        assert saved_bytes(peers.Implementation("square", square), x) == 4 * x.numel()
-
     def test_drop_block_saves_at_most_a_twentieth_of_a_byte_per_element(self) -> None:
         x = torch.randn(8, 64, 28, 28, requires_grad=True)
         for name, one in peers.implementations().items():
@@ -133,34 +96,15 @@ class TestMemory:
                 assert saved_bytes(one, x) / x.numel() <= 0.05, name
 
 
-class TestPeers:
-    def test_without_kernel_restores_the_kernel_after_an_error(self) -> None:
-        before = kernel.available()
-        with pytest.raises(KeyError), peers.without_kernel():
-            assert not kernel.available()
-            raise KeyError
-        assert kernel.available() == before
-
-    def test_hookdrop_drops_p_in_output_and_gradient(self) -> None:
-        for name, one in peers.implementations().items():
-            if not name.startswith("hookdrop") or name == peers.DROP_PATH:  # few numbers: its fraction varies
-                continue
-            assert peers.dropped_fraction(one, (16, 32, 28, 28), 2) == pytest.approx(peers.P, abs=0.025), name
-            x = torch.ones(4, 8, 28, 28, requires_grad=True)
-            with one.context():
-                y = one.call(x)
-                y.sum().backward()
-            torch.testing.assert_close(x.grad, y.detach(), msg=name)
-
-    def test_job_frees_its_gradient(self) -> None:
-        x, grad = peers.make_inputs((2, 3, 14, 14))
-        peers.implementations()[peers.BATCH].job(x, grad)()
-        assert x.grad is None
-
-    @pytest.mark.parametrize("text", ["2x3", "2x3x4", "2x0x4x4", "axbxcxd"])
-    def test_invalid_shapes_are_rejected(self, text: str) -> None:
-        with pytest.raises(ValueError):
-            peers.shape(text)
+def test_hookdrop_drops_p_in_output_and_gradient() -> None:
+    for name, one in peers.implementations().items():
+        if not name.startswith("hookdrop") or name == peers.DROP_PATH:  # few numbers: its fraction varies
+            continue
+        assert peers.dropped_fraction(one, (16, 32, 28, 28), 2) == pytest.approx(peers.P, abs=0.025), name
+        x = torch.ones(4, 8, 28, 28, requires_grad=True)
+        with one.context():
+            (y := one.call(x)).sum().backward()
+        torch.testing.assert_close(x.grad, y.detach(), msg=name)
 
 
 class TestTiming:
@@ -168,27 +112,71 @@ class TestTiming:
         log: list[str] = []
         jobs = {name: (lambda name=name: log.append(name)) for name in "abcdef"}
         samples = timing.measure(jobs, rounds=6)
-        assert all(list(times.seconds) == list(range(6)) for times in samples.values())
+        assert sorted(samples.index) == [(name, turn) for name in "abcdef" for turn in range(6)]
         # Consecutive calls of a job are repeats within one turn.
         turns = [name for i, name in enumerate(log) if i == 0 or log[i - 1] != name]
         assert turns[:6] == list("abcdef")
         assert turns[-6:] != turns[6:12]
         assert gc.isenabled()
 
-    def test_slow_jobs_run_in_every_third_round(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(timing, "SLOW", -1.0)
-        assert list(timing.measure({"a": lambda: None}, rounds=7)["a"].seconds) == [0, 3, 6]
-
-    def test_ratios_use_only_rounds_with_both_jobs(self) -> None:
-        samples = {"a": Samples({0: 2.0, 3: 9.0}), "b": Samples({0: 1.0, 1: 100.0, 2: 100.0, 3: 3.0})}
-        assert timing.ratios(samples, "a", "b") == Quartiles(2.25, 2.5, 2.75)
-
-    def test_preempted_fraction_counts_turns_with_many_context_switches(self) -> None:
-        calm, busy = Samples({0: 0.1}, {0: 0.0}, {0: 1.0}), Samples({0: 0.1}, {0: 0.0}, {0: 25.0})
-        assert timing.preempted_fraction({"a": calm, "b": busy}) == 0.5
+    def test_many_context_switches_give_a_warning(self, capsys: pytest.CaptureFixture[str]) -> None:
+        samples = pd.DataFrame([(0.1, 0.0, 1.0), (0.1, 0.0, 25.0)], columns=timing.COUNTS)
+        timing.warn_if_busy(samples[:1], "calm")
+        timing.warn_if_busy(samples, "busy")
+        assert capsys.readouterr().out.strip().startswith("warning: busy: other processes preempted 50%")
 
     def test_quartiles_of_one_value(self) -> None:
         assert str(Quartiles.of([1.5])) == "1.50 [1.50, 1.50]"
         assert [timing.three_digits(value) for value in (0.123, 9.994, 9.996, 99.4, 99.6, 1234)] == [
             *("0.12", "9.99", "10.0", "99.4", "100", "1234")
         ]
+
+
+def test_every_part_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert overhead.main(["--quick", "--threads", "1", "--json", str(tmp_path / "all.json")]) == 0
+    text, results = capsys.readouterr().out, json.loads((tmp_path / "all.json").read_text())
+    assert list(results) == ["machine", "settings", *overhead.PARTS]
+    assert results["settings"]["rounds"] == 3
+    for part in (
+        results["machine"]["cpu"],
+        "the numbers are not reliable",
+        *(title for title, _, _ in overhead.ROWS.values()),
+    ):
+        assert part in text
+    for label, row in (pair for part in overhead.ROWS for pair in results[part]["rows"].items()):
+        assert label in text
+        assert row["low"] <= row["median"] <= row["high"]
+
+
+def test_twins_share_parameters_and_differ_only_in_hooks() -> None:
+    clean = Small().eval()
+    other = overhead.twin(clean)
+    for tensors in (lambda model: model.parameters(), lambda model: model.buffers()):
+        assert all(a is b for a, b in zip(tensors(clean), tensors(other), strict=True))
+    assert not {id(m) for m in clean.modules()} & {id(m) for m in other.modules()}
+    inject(other, Dropout(0.5), layers="**.bn1")
+    assert not any(m._forward_hooks for m in clean.modules())
+
+
+def test_a_slower_hook_increases_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure_calls(jobs: Mapping[str, Callable[[], object]], rounds: int) -> pd.DataFrame:
+        """Calls of hookdrop as microseconds, in place of times."""
+        for job in jobs.values():
+            job()
+        counts = [(1e-6 * count_calls(job).total(), 0.0, 0.0) for job in jobs.values()]
+        return pd.DataFrame(counts, columns=COUNTS, index=pd.MultiIndex.from_product([jobs, [0]]))
+
+    monkeypatch.setattr(overhead, "measure", measure_calls)
+    monkeypatch.setattr(overhead, "CALLS", 7)
+    options, call = argparse.Namespace(rounds=1), SiteHook.__call__
+    before = overhead.call(options)
+
+    def slow(hook: SiteHook, *given: Any) -> object:
+        number(1.0, "p", "test")  # a call of the package
+        return call(hook, *given)
+
+    monkeypatch.setattr(SiteHook, "__call__", slow)
+    after = overhead.call(options)
+    assert before["another module without a hook"] == before["an empty function as hook"] == [0.0]
+    for name, values in before.items():
+        assert (after[name][0] > values[0]) == name.startswith("hookdrop"), name

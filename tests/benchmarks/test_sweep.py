@@ -1,8 +1,7 @@
-"""`benchmarks/sweep.py`: limits, how a run resumes, and the report."""
+"""`benchmarks/sweep.py`: limits, how a run resumes, and the report; and `placement.py`."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -11,13 +10,14 @@ from typing import Any
 
 import pytest
 
+import placement
 import sweep
-from models.check import CheckFailed, NotRunnable
+from models.check import NotRunnable
 from sweep import Sweep
 from tests.support.programs import ROOT
 
 ABOUT = Sweep("cases", "All cases", "python cases.py")
-NAMES = ("passes", "fails", "crashes", "hangs", "passes too")
+NAMES = ("passes", "fails", "crashes", "hangs", "has no input")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -27,6 +27,8 @@ def check(name: str, options: object) -> dict[str, Any]:
         raise ValueError("first line\nsecond line")
     if name == "crashes":
         os._exit(3)
+    if name == "has no input":
+        raise NotRunnable("no input")
     if name == "hangs":
         time.sleep(600)
     return {"status": "passed", "family": "some"}
@@ -42,39 +44,27 @@ def statuses(out: Path) -> dict[str, str]:
 
 
 def test_crashes_and_timeouts_do_not_end_a_run(tmp_path: Path) -> None:
-    assert run(tmp_path, "--timeout", "30", "--only", "passes|fails|crashes") == 1
+    assert run(tmp_path, "--timeout", "30", "--only", "passes|fails|crashes|input") == 1
     assert run(tmp_path, "--timeout", "1", "--only", "hangs") == 1
-    expected = ("passed", "failed", "crashed", "not run", "passed")
+    expected = ("passed", "failed", "crashed", "not run", "not run")
     assert statuses(tmp_path) == dict(zip(NAMES, expected, strict=True))  # in the order of the names
     page = (tmp_path / "cases.md").read_text()
     assert "| fails | ValueError: first line second line |" in page
     assert "| crashes | the process ended with exit status 3 |" in page
     assert "| hangs | not finished after 1 s |" in page
+    assert str(ROOT) not in page
 
 
 def test_interrupted_run_resumes_with_the_next_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inside = ("--workers", "0", "--only", "passes|fails")
+    inside = ("--workers", "0", "--only", "passes|fails|input")
     run(tmp_path, "--workers", "0", "--only", "^passes$")
     (journal,) = tmp_path.glob("*.jsonl")
     journal.write_text(journal.read_text() + '{"name": "fails", "stat')  # killed while writing
     assert run(tmp_path, *inside) == 1
     assert "3 names, 1 done" in capsys.readouterr().out
-    assert list(statuses(tmp_path).values()) == ["passed", "failed", "passed"]
-    assert run(tmp_path, *inside, "--again", "failed", check=lambda *given: {"status": "passed"}) == 0
+    assert list(statuses(tmp_path).values()) == ["passed", "failed", "not run"]
+    assert run(tmp_path, *inside, "--again", "failed", "not run", check=lambda *given: {"status": "passed"}) == 0
     assert set(statuses(tmp_path).values()) == {"passed"}
-
-
-@pytest.mark.parametrize(
-    ("error", "status"), [(CheckFailed("a"), "failed"), (NotRunnable("a"), "not run"), (KeyError("a"), "failed")]
-)
-def test_errors_become_records(error: Exception, status: str) -> None:
-    def check(name: str, options: argparse.Namespace) -> dict[str, Any]:
-        raise error
-
-    (record,) = sweep.run(["one"], check, argparse.Namespace(workers=0))
-    assert (record["name"], record["status"]) == ("one", status)
-    assert "a" in record["error"]
-    assert str(ROOT) not in record.get("traceback", "")
 
 
 class TestReport:
@@ -106,13 +96,28 @@ class TestReport:
         about = Sweep(path.stem, f"`{path.stem}` in every family of transformers", command)
         assert sweep.markdown(about, json.loads(path.read_text())) == path.with_suffix(".md").read_text()
 
-    @pytest.mark.parametrize(
-        "path", sorted(RESULTS.glob("transformers/*.json")) + sorted(RESULTS.glob("zoo/**/*.json"))
-    )
-    def test_committed_reports_can_be_read(self, path: Path) -> None:
-        found = sweep.records(path)
-        names = [record["name"] for record in found]
-        assert len(names) == len(set(names))
-        assert {record["status"] for record in found} <= set(sweep.STATUSES)
+    @pytest.mark.parametrize("path", [*RESULTS.glob("transformers/*.json"), *RESULTS.glob("zoo/**/*.json")])
+    def test_committed_reports_have_each_name_once_and_all_reasons(self, path: Path) -> None:
+        found = json.loads(path.read_text())["models"]
+        assert len(found) == len({record["name"] for record in found})
         without = [record for record in found if record["status"] not in ("passed", "batch", "no layers")]
-        assert all(record["error"] for record in without)
+        assert all(record["error"] and record["status"] in sweep.STATUSES for record in without)
+
+
+RECORDS = json.loads((ROOT / "benchmarks" / "results" / "placement.json").read_text())["models"]
+FOUND = {record["name"]: record for record in RECORDS}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_lite0", "vgg11", "ese_vovnet19b_dw"])
+def test_results_match_the_committed_file(name: str) -> None:
+    assert {"name": name, **placement.compare(name)} == FOUND[name]
+
+
+def test_documented_numbers_match_the_committed_file() -> None:
+    equal = [r["stochastic_depth"] for r in FOUND.values() if r["stochastic_depth"].startswith("equal")]
+    taken = [r for r in FOUND.values() if r["stochastic_depth"] not in ("untaken", "unused")]
+    page = (ROOT / "docs" / "evidence" / "recipes.md").read_text()
+    assert f"{len(equal):,} of the {len(taken):,} architectures" in page
+    for text in ("equal, i / (n - 1)", "equal, i / n", "equal, p everywhere", "untaken", "unused"):
+        assert f"| {sum(r['stochastic_depth'] == text for r in FOUND.values())} |" in page
+    assert sum(r["timm_dropblock"] == "equal" for r in FOUND.values()) == 172

@@ -197,7 +197,11 @@ def test_image_folder_with_different_validation_classes_is_rejected(tmp_path: Pa
         ("--model test_vit --regularizer 'DropBlock(p=0.1)' --layers 'blocks.*'", hookdrop.ShapeError, "have no map"),
         ("--layers layer1", SystemExit, "2"),
         ("--accumulate 4", SystemExit, "48 training images are fewer than one step of 4 x 16"),
-        ("--data emoji --data-dir nowhere", SystemExit, "run `python benchmarks/fetch_emoji.py --root nowhere`"),
+        (
+            "--data emoji --data-dir nowhere",
+            SystemExit,
+            "run `npm install --prefix nowhere emoji-datasource-google@16.0.0`",
+        ),
         ("--pretrained package", SystemExit, "requires --model tf_efficientnet_lite0, got test_resnet"),
     ],
 )

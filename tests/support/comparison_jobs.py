@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import signal
@@ -38,7 +37,7 @@ def record_of(run: Run, **outcome: Any) -> Record:
     return Record(run.key, run.model_dump(mode="json"), said, images, seconds=0.1)
 
 
-def job(run: Run, scratch: Path) -> Record:
+def job(scratch: Path, run: Run) -> Record:
     """Count the start, and execute the job that the arm's name selects."""
     scratch.mkdir(parents=True, exist_ok=True)
     with (scratch / f"starts {run.key}").open("a") as file:
@@ -77,15 +76,6 @@ def _killed_once(run: Run, scratch: Path) -> Record:
 
 def _nan(run: Run, scratch: Path) -> Record:
     raise FloatingPointError("the loss is nan at step 7")
-
-
-def _memory(run: Run, scratch: Path) -> Record:
-    torch.empty(2**60)
-    raise AssertionError
-
-
-def _disk(run: Run, scratch: Path) -> Record:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def _mistake(run: Run, scratch: Path) -> Record:

@@ -43,7 +43,7 @@ def files_of(vendor: str, version: str = "16.0.0") -> dict[str, bytes]:
 def write(root: Path, version: str = "16.0.0") -> Path:
     for vendor in VENDORS:
         for name, content in files_of(vendor, version).items():
-            path = root / f"emoji-datasource-{vendor}" / name
+            path = root / "node_modules" / f"emoji-datasource-{vendor}" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
     return root

@@ -1,8 +1,8 @@
 """95 % bootstrap intervals of the mean paired difference: over seeds, and over seeds and test images.
 
 With few seeds, the choice of the bootstrap matters. The table shows the coverage in percent over 2,000 simulated
-comparisons. `PYTHONPATH=benchmarks python -m tests.benchmarks.comparison.test_inference` prints it, and the test class
-`TestCoverage` checks it:
+comparisons. `tests/benchmarks/comparison/test_inference.py` checks the last three columns; the first two are methods
+of `scipy.stats.bootstrap`:
 
     differences seeds percentile  BCa  bootstrap-t Student t  ours
     normal         4      80.2      80.8      94.8      94.8      97.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def summarize(
     return Summary(
         **head,
         cells=cells,
-        failures=_failures(entries, records),
+        failures=_failures(records),
         environments=[Environment(runs=count, details=json.loads(one)) for one, count in environments.most_common()],
         seconds=sum(record.seconds for record in records.values()),
     )
@@ -82,20 +83,12 @@ def _cell(
     )
 
 
-def _failures(entries: Sequence[Entry], records: Mapping[str, Record]) -> list[FailedRun]:
-    """Failed final runs in the order of the entries, then failed tuning runs."""
-    where = {run.key: (entry.cell, entry.arm.name) for entry in entries for run in entry.runs.values()}
-    for key, record in records.items():
-        if not record.done and key not in where:
-            run = Run.model_validate(record.spec)
-            where[key] = run.cell, run.arm.name
-    found = [(key, *of, why) for key, of in where.items() if key in records and (why := records[key].failure)]
+def _failures(records: Mapping[str, Record]) -> list[FailedRun]:
+    """Failed final runs, then failed tuning runs."""
+    failed = [(Run.model_validate(record.spec), record.failure) for record in records.values() if record.failure]
     return [
-        FailedRun(
-            cell=cell, arm=arm, seed=spec["seed"], stage=spec["stage"], kind=why.kind, message=why.message, key=key
-        )
-        for key, cell, arm, why in found
-        for spec in [records[key].spec]
+        FailedRun(cell=run.cell, arm=run.arm.name, seed=run.seed, stage=run.stage, key=run.key, **asdict(why))
+        for run, why in sorted(failed, key=lambda one: one[0].stage)
     ]
 
 

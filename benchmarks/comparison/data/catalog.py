@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.nn.functional import interpolate
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchvision import datasets
 
 from comparison.data import emoji, image_folder, synthetic
@@ -65,14 +65,9 @@ def cifar(data: Data) -> Task:
     kind, statistics = _CIFAR[data.name]
     try:
         train, test = (kind(data.root, train=part, download=True) for part in (True, False))
-    # Network, disk, archive and pickle errors have no common base class.
-    except Exception as error:
-        raise DataError(
-            f"cannot load or download {data.name!r}: {type(error).__name__}: {error}",
-            f"download: {kind.url}",
-            f"put it:   into {Path(data.root).absolute()} (`root`), as {kind.filename} or extracted as "
-            f"{kind.base_folder}/",
-        ) from error
+    except Exception as error:  # network, disk, archive and pickle errors have no common base class
+        how = f"put {kind.url} into {Path(data.root).absolute()} (`root`)"
+        raise DataError(f"cannot load or download {data.name!r}: {type(error).__name__}: {error}", how) from error
     x_NCHW = torch.cat([torch.from_numpy(part.data) for part in (train, test)]).permute(0, 3, 1, 2).contiguous()
     source = stored(x_NCHW, data.image_size, data.augmentation, statistics=statistics)
     pool, held = torch.arange(len(x_NCHW)).tensor_split([len(train)])
@@ -123,25 +118,12 @@ def loader(
     order = torch.randperm(len(split_train), generator=generator(seed, "order", epoch))
     parts = torch.split(split_train[order], batch_size)
     batches = [part for part in parts if len(part) == min(batch_size, len(order))]
-    dataset = _Epoch(task, batches, seed, epoch)
-    # Without its own generator, the loader would draw the workers' seeds from the global one.
-    own = generator(seed, "workers", epoch)
-    return DataLoader(dataset, batch_size=None, num_workers=min(workers, len(batches)), generator=own)
+    # An item is a batch, so that it does not depend on the worker that loads it. Without its own generator, the loader
+    # would draw the workers' seeds from the global one.
+    settings: Any = {"num_workers": min(workers, len(batches)), "generator": generator(seed, "workers", epoch)}
+    settings |= {"dataset": batches, "collate_fn": partial(_batch, task, seed, epoch)}
+    return DataLoader(batch_size=None, **settings)
 
 
-@dataclass(frozen=True, eq=False)
-class _Epoch(Dataset[Batch]):
-    """A dataset whose items are batches, so that they do not depend on the worker that loads them."""
-
-    task: Task
-    batches: list[Tensor]  # indices of the images
-    seed: int
-    epoch: int
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, i: int) -> Batch:
-        indices_B = self.batches[i]
-        x_BCHW = self.task.source.augmented(indices_B, self.seed, self.epoch)
-        return indices_B, x_BCHW, self.task.labels_N[indices_B]
+def _batch(task: Task, seed: int, epoch: int, indices_B: Tensor) -> Batch:
+    return indices_B, task.source.augmented(indices_B, seed, epoch), task.labels_N[indices_B]

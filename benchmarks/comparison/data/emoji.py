@@ -2,8 +2,7 @@
 
 The images come from two npm packages of the same version, `emoji-datasource-google` (Noto, Apache License 2.0) and
 `emoji-datasource-twitter` (Twemoji, CC BY 4.0): 1,906 emoji in nine categories, 64x64 pixels, without skin-tone
-variants. The category is the class. `python benchmarks/fetch_emoji.py` downloads them; `root` may also be a
-`node_modules` folder.
+variants. The category is the class. npm downloads them below `root`, with the command `FETCH`.
 
 The emoji are split, not the images: 606 fixed emoji, stratified by category, are used for testing, and neither vendor's
 image of them is trained on. The test images of both vendors are two test sets with separate results. Gender variants of
@@ -29,7 +28,8 @@ from comparison.spec.run_spec import Data
 VENDORS = ("google", "twitter")
 """The training vendor, and the one that is only tested."""
 VERSION = "16.0.0"
-FETCH = "python benchmarks/fetch_emoji.py"
+PACKAGES = " ".join(f"emoji-datasource-{vendor}@{VERSION}" for vendor in VENDORS)
+FETCH = f"npm install --no-save --ignore-scripts {PACKAGES}"
 SIDE, TEST_EMOJI, WHITE = 64, 606, 255
 HALF = (0.5, 0.5, 0.5)
 """Mean and standard deviation for pixels in [0, 1], as EfficientNet-Lite was trained with."""
@@ -47,7 +47,9 @@ def load(data: Data) -> Task:
         contents = [path.read_bytes() for path in paths]
         x_NCHW = torch.stack([_pixels(path, side) for path in paths])
     except OSError as error:
-        raise DataError(f"cannot read an emoji: {error}.", f"download the images again: {FETCH}") from error
+        raise DataError(
+            f"cannot read an emoji: {error}.", f"download the images again: {FETCH} --prefix {root}"
+        ) from error
     source = stored(x_NCHW, side, data.augmentation, fill=WHITE, statistics=(HALF, HALF))
     other = torch.arange(2 * len(test)) >= len(test)
     return Task(
@@ -63,14 +65,14 @@ def load(data: Data) -> Task:
 
 
 def folder(root: Path, vendor: str) -> Path:
-    """The folder of a vendor's unpacked package."""
-    return root / f"emoji-datasource-{vendor}"
+    """The folder in which npm installs a vendor's package."""
+    return root / "node_modules" / f"emoji-datasource-{vendor}"
 
 
 def _emoji(root: Path) -> list[dict[str, Any]]:
     """The emoji that both vendors drew, in the order of the first vendor's package."""
     for package in (folder(root, vendor) for vendor in VENDORS):
-        how = f"download it:   {FETCH} --root {root}"
+        how = f"download it:   {FETCH} --prefix {root}"
         try:
             version = json.loads((package / "package.json").read_text())["version"]
         except FileNotFoundError:

@@ -35,7 +35,7 @@ from comparison.data.task import DataError, Task
 from comparison.spec.run_spec import Data, generator
 
 CLASSES, POOL, TEST = 8, 4000, 1024
-SIZE, MIN_SIZE, SIDE = 32, 16, 5
+SIZE, SIDE = 32, 5
 AMPLITUDE, CYCLES, INK = 0.28, 4, 3.0
 _GLYPHS = """
     #####  #...#  ..#..  #####  #....  .###.  ..#..  ##.##
@@ -58,8 +58,6 @@ class CueImages(NamedTuple):
 def load(data: Data) -> Task:
     """Generate the images."""
     size = data.image_size or SIZE
-    if size < MIN_SIZE:
-        raise DataError(f"image_size={size} is too small for {data.name!r}.", f"minimum: {MIN_SIZE}")
     if data.augmentation == "crop-flip":
         raise DataError(
             f"augmentation='crop-flip' changes the class of {data.name!r} images: the flip mirrors the orientation of "

@@ -73,17 +73,11 @@ class Task:
         available = per_class(self.pool, self.labels_N, self.classes)
         most = sum(max(0, have - 1) for have in available)
         size = len(self.pool) // 5 if size is None else size
-        if not most:
-            raise DataError(
-                f"{self.name!r} has only {len(self.pool)} images of {self.classes} classes besides the test images: "
-                "none is left for validation.",
-                "add images: at least one class needs two",
-            )
         if not 1 <= size <= most:
             raise DataError(
-                f"validation_size={size} is out of range: {self.name!r} has {len(self.pool):,} images besides the test "
-                "images.",
-                f"allowed: 1 to {most}, which leaves one training image of each class",
+                f"validation_size={size} is out of range: {self.name!r} has {len(self.pool):,} images of "
+                f"{self.classes} classes besides the test images.",
+                f"allowed: 1 to {most}, which leaves one training image of each class" if most else "add images",
             )
         return _drawn(self.pool, self.labels_N, _proportional(available, size), generator(0, "validation"))
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -19,7 +18,7 @@ from comparison.run.record import Record
 from comparison.spec.run_spec import Run
 
 
-def train(runs: Sequence[Run], job: work.Job, store: Store, scratch: Path, workers: int) -> Iterator[Record]:
+def train(runs: Sequence[Run], job: work.Job, store: Store, workers: int) -> Iterator[Record]:
     """Yield the record of each run when it finishes. Workers store their own records.
 
     If a worker is killed, only its run fails, and a new worker replaces it. Workers exit with this process, even if it
@@ -27,7 +26,7 @@ def train(runs: Sequence[Run], job: work.Job, store: Store, scratch: Path, worke
     """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPool(min(workers, len(runs)) or 1, initializer=_start_worker, context=context)
-    futures: dict[Future[Record | None], Run] = {pool.schedule(_train, (run, job, store, scratch)): run for run in runs}
+    futures: dict[Future[Record | None], Run] = {pool.schedule(_train, (run, job, store)): run for run in runs}
     try:
         for future in as_completed(futures):
             run = futures[future]
@@ -47,9 +46,9 @@ def train(runs: Sequence[Run], job: work.Job, store: Store, scratch: Path, worke
         pool.join()
 
 
-def _train(run: Run, job: work.Job, store: Store, scratch: Path) -> Record | None:
+def _train(run: Run, job: work.Job, store: Store) -> Record | None:
     """Train and store one run in a worker. Return a record only if it could not be stored."""
-    record = work.guarded(job, run, scratch)
+    record = work.guarded(job, run)
     stored = store_record(store, record)
     if record.failure and run.device != "cpu":
         # After a device error, the process may not be able to use the device any more.

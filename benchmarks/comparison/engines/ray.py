@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,13 +29,13 @@ _SETTINGS = {
 
 
 def train(
-    runs: Sequence[Run], job: work.Job, store: Store, scratch: Path, workers: int, address: str | None
+    runs: Sequence[Run], job: work.Job, store: Store, workers: int, address: str | None = None
 ) -> Iterator[Record]:
     """Yield the record of each run when it finishes: a Ray task with one CPU, and one GPU for `cuda`.
 
-    Only this process writes the store. Cluster workers receive the code with the tasks. Data and scratch are paths, so
-    either they refer to a shared file system, or each node uses its own files. `address` is that of a cluster, as
-    printed by `ray start`, which uses all its CPUs; None starts Ray on this machine with `workers` CPUs.
+    Only this process writes the store. Cluster workers receive the code with the tasks, but not the data, whose folder
+    is on a shared file system, or on each node. `address` is that of a cluster, as printed by `ray start`, which uses
+    all its CPUs; None starts Ray on this machine with `workers` CPUs.
     """
     try:
         import ray
@@ -48,9 +47,7 @@ def train(
     with _cluster(ray, address, workers):
         # Ray itself would retry without limit after its own out-of-memory killer.
         remote = {gpus: ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_train) for gpus in (0, 1)}
-        running = {
-            remote[run.device.startswith("cuda")].remote(run, job, scratch.absolute(), os.getcwd()): run for run in runs
-        }
+        running = {remote[run.device.startswith("cuda")].remote(run, job, os.getcwd()): run for run in runs}
         while running:
             done, _ = ray.wait(list(running))
             for reference in done:
@@ -69,16 +66,12 @@ def _record(ray: Any, reference: Any, run: Run) -> Record:
     return record
 
 
-def _train(run: Run, job: work.Job, scratch: Path, folder: str) -> Record:
+def _train(run: Run, job: work.Job, folder: str) -> Record:
     """Train one run in a worker, in the driver's working directory if it exists on this node."""
     work.prepare()
     with contextlib.suppress(OSError):
         os.chdir(folder)
-    try:
-        scratch.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        scratch = Path(tempfile.mkdtemp(prefix="hookdrop-"))
-    return work.guarded(job, run, scratch)
+    return work.guarded(job, run)
 
 
 @contextmanager
@@ -90,17 +83,10 @@ def _cluster(ray: Any, address: str | None, workers: int) -> Iterator[None]:
     if address is None:
         env: dict[str, Any] = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
         settings = {"address": "local", "num_cpus": workers, "include_dashboard": False, "runtime_env": env}
-        hint = "  use --engine local."
     else:
         code = str(Path(hookdrop.__file__).parent)
         env = {"working_dir": str(BENCHMARKS), "excludes": ["results", "**/__pycache__"], "py_modules": [code]}
         settings = {"address": address, "runtime_env": env}
-        hint = (
-            "  check its status:          ray status\n"
-            "  start a cluster:           ray start --head\n"
-            "  use this machine instead:  omit --address\n"
-            "  If the cluster uses token authentication, set RAY_AUTH_MODE=token and the token here too."
-        )
     try:
         host, _, port = (address or "").rpartition("://")[2].rpartition(":")
         if port.isdigit():
@@ -108,8 +94,11 @@ def _cluster(ray: Any, address: str | None, workers: int) -> Iterator[None]:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init(logging_level="error", log_to_driver=False, **settings)
     except (ConnectionError, ValueError, RuntimeError, OSError, ray.exceptions.RayError) as error:
-        what = f"cannot reach a Ray cluster at {address}" if address else "cannot start Ray on this machine"
-        raise work.EngineError(f"{what}: {error}\n{hint}\nNothing was trained.") from error
+        raise work.EngineError(
+            f"cannot reach a Ray cluster at {address or 'this machine'}: {error}\n"
+            "  check it with `ray status`; if it uses tokens, set RAY_AUTH_MODE=token and the token here too;\n"
+            "  or omit --address, or use --engine local.\nNothing was trained."
+        ) from error
     try:
         yield
     finally:

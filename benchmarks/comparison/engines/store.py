@@ -90,7 +90,6 @@ class Folder:
         """Create the folder if needed, and lock it."""
         self.path, self.store = path, Store(path.absolute() / "runs")
         self.report, self.summary = path / "report.html", path / "summary.json"
-        self.checkpoints = path / "checkpoints"
         self._plan, self._lock = path / "comparison.json", FileLock(path / "lock")
         try:
             self.store.path.mkdir(parents=True, exist_ok=True)
@@ -118,22 +117,12 @@ class Folder:
         The configuration, including the number of seeds, is fixed in advance.
         """
         requested = {name: value for name, value in config.model_dump(mode="json").items() if name not in _MAY_CHANGE}
-        stored = requested
-        if self._plan.exists():
-            try:
-                stored = json.loads(self._plan.read_text())["config"]
-            except (OSError, ValueError, KeyError, TypeError):
-                raise ConfigError(
-                    f"cannot read {self._plan}, so the comparison in this folder is unknown.\n"
-                    "  restore the file, or use another folder: --out runs/other\nNothing was trained."
-                ) from None
+        stored = json.loads(self._plan.read_text())["config"] if self._plan.exists() else requested
         if changed := [name for name in requested if requested[name] != stored.get(name)]:
-            both = {name: (json.dumps(stored.get(name)), json.dumps(requested[name])) for name in changed}
-            shown = (
-                f"  {name}: stored {shorten(a, 200)}, requested {shorten(b, 200)}\n" for name, (a, b) in both.items()
-            )
+            both = {name: [shorten(json.dumps(of.get(name)), 200) for of in (stored, requested)] for name in changed}
+            shown = "".join(f"  {name}: stored {old}, requested {new}\n" for name, (old, new) in both.items())
             raise ConfigError(
-                f"{self.path} holds another comparison; its configuration was fixed before the first run:\n"
-                f"{''.join(shown)}  use another folder: --out runs/other\nNothing was trained."
+                f"{self.path} holds another comparison; its configuration was fixed before the first run:\n{shown}"
+                "  use another folder: --out runs/other\nNothing was trained."
             )
         replace_file(self._plan, json.dumps({"config": requested}, indent=1).encode())

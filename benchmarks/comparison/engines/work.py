@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,23 +15,19 @@ import torch
 
 import hookdrop
 from comparison.engines.store import Store
-from comparison.run.record import Failure, Kind, Record, environment
-from comparison.run.training import checkpoint_path, execute
+from comparison.run.record import Failure, Record, environment
+from comparison.run.training import execute
 from comparison.spec.run_spec import Run
 from comparison.spec.study import Tunings
 from comparison.spec.tuning import Search
 
-Job = Callable[[Run, Path], Record]
-"""Trains one run, with a folder for its checkpoints; must be picklable."""
-Engine = Callable[[Sequence[Run], Job, Store, Path], Iterator[Record]]
+Job = Callable[[Run], Record]
+"""Trains one run; must be picklable."""
+Engine = Callable[[Sequence[Run], Job, Store], Iterator[Record]]
 """Trains runs with a job, and yields the record of each when it finishes, including failed runs."""
-Watch = Callable[[int, str], AbstractContextManager[Callable[[Record], None]]]
-"""Displays progress, given the number of runs and a title: its callback takes each finished record."""
+Progress = Callable[[int, str], Callable[[Record], None]]
+"""Given the number of runs and a title, returns a function to call with each finished record."""
 FRAMES, LONGEST = 4, 2000
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
-# `torch.save` raises the last two without the cause.
-_NO_ROOM = ("no space left on device", "failed writing file", "unexpected pos ")
-_DISK_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class EngineError(Exception):
@@ -46,9 +40,7 @@ class Runner:
 
     store: Store
     engine: Engine
-    scratch: Path
-    watch: Watch
-    retry: bool = False  # also failures that are not transient, after the user fixed their cause
+    progress: Progress
     requested: dict[str, Record] = field(default_factory=dict)
 
     def ensure(self, runs: Sequence[Run], title: str) -> Mapping[str, Record]:
@@ -56,22 +48,15 @@ class Runner:
         wanted = {run.key: run for run in runs}
         found = self.store.records(wanted)
         for again in (False, True):
-            missing = [run for key, run in wanted.items() if self._should_train(found.get(key), again)]
+            missing = [run for key, run in wanted.items() if _is_missing(found.get(key), again)]
             if not missing:
                 continue
-            with self.watch(len(missing), f"{title}, once more after a kill" if again else title) as advance:
-                for record in self.engine(missing, execute, self.store, self.scratch):
-                    found[record.key] = record
-                    advance(record)
-                    if record.done:
-                        checkpoint_path(self.scratch, record.key).unlink(missing_ok=True)
+            advance = self.progress(len(missing), f"{title}, once more after a kill" if again else title)
+            for record in self.engine(missing, execute, self.store):
+                found[record.key] = record
+                advance(record)
         self.requested |= found
         return found
-
-    def _should_train(self, record: Record | None, again: bool) -> bool:
-        if record is None or record.failure is None:
-            return record is None
-        return record.failure.kind == "killed" if again else self.retry or record.failure.transient
 
     def tune(self, searches: Mapping[tuple[str, str], Search]) -> Tunings:
         """Run all searches."""
@@ -80,33 +65,36 @@ class Runner:
         return {arm: search.result(losses) for arm, search in searches.items()}
 
 
+def _is_missing(record: Record | None, again: bool) -> bool:
+    if record is None or record.failure is None:
+        return record is None
+    return record.failure.kind == "killed" if again else record.failure.kind != "nan"
+
+
 def prepare() -> None:
     """Prepare a worker process: one thread, and warnings of hookdrop are errors."""
     torch.set_num_threads(1)
     warnings.simplefilter("error", hookdrop.HookdropWarning)
 
 
-def guarded(job: Job, run: Run, scratch: Path) -> Record:
-    """Run the job; return a failed record if it raises. KeyboardInterrupt is not caught."""
-    started, clock = _now(), time.perf_counter()
+def guarded(job: Job, run: Run) -> Record:
+    """Run the job and time it; return a failed record if it raises. KeyboardInterrupt is not caught."""
+    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     try:
-        return job(run, scratch)
+        record = job(run)
     except (Exception, SystemExit) as error:
-        failure = failure_of(error)
-    # Free the memory that the traceback kept alive.
-    gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
-    return replace(failed(run, failure), started=started, seconds=time.perf_counter() - clock)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+        record = failed(run, failure_of(error))
+    if record.failure:
+        # Free the memory that the traceback kept alive.
+        gc.collect()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+    return replace(record, started=started, seconds=time.perf_counter() - clock)
 
 
 def failed(run: Run, failure: Failure) -> Record:
     """A failed record."""
-    return Record(run.key, run.model_dump(mode="json"), failure=failure, environment=environment(), started=_now())
+    return Record(run.key, run.model_dump(mode="json"), failure=failure, environment=environment())
 
 
 def killed(run: Run, how: object) -> Record:
@@ -129,24 +117,12 @@ def store_record(store: Store, record: Record) -> Record:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Classify an exception by the first known kind in its chain of causes; the message ends with stack frames."""
+    """The failure that an exception with its causes stands for; the message ends with stack frames."""
     chain = [error]
     while cause := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(cause)
-    kinds = [kind for each in chain if (kind := _kind(each)) != "error"]
     frames = traceback.extract_tb(chain[-1].__traceback__)[-FRAMES:]
     where = "".join(f"\n  {'/'.join(Path(at.filename).parts[-2:])}:{at.lineno} in {at.name}" for at in frames)
     text = "\nfrom ".join(f"{type(each).__name__}: {each}"[:LONGEST] for each in chain)
-    return Failure(kinds[0] if kinds else "error", text + where)
-
-
-def _kind(error: BaseException) -> Kind:
-    text, number = str(error).lower(), error.errno if isinstance(error, OSError) else None
-    no_memory = isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
-    if isinstance(error, FloatingPointError):
-        return "nan"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or number == errno.ENOMEM or no_memory:
-        return "memory"
-    if number in _DISK_CODES or any(words in text for words in _NO_ROOM):
-        return "disk"
-    return "killed" if isinstance(error, RuntimeError) and "dataloader worker" in text else "error"
+    is_nan = any(isinstance(each, FloatingPointError) for each in chain)
+    return Failure("nan" if is_nan else "error", text + where)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import pandas as pd
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from comparison.analysis.schema import DECIMALS, METRICS, ArmSummary, Cell, Metric
 from comparison.analysis.text import interval_text
 from comparison.run.record import Record
-from program import say
 
 WIDTH, LINES, NOTHING = 130, 10, "-"
 COLUMNS = (
@@ -60,17 +57,16 @@ def _row(arm: ArmSummary) -> list[str]:
     ]
 
 
-@contextmanager
-def watch(console: Console, total: int, title: str) -> Iterator[Callable[[Record], None]]:
-    """Yield a callback for finished runs, which prints a line for every 10 % of the runs."""
-    say(console, f"{title}: {total} runs")
+def progress(total: int, title: str) -> Callable[[Record], None]:
+    """Return a callback for finished runs, which prints a line for every 10 % of the runs."""
+    print(f"{title}: {total} runs", flush=True)
     finished, started = list[Record](), time.perf_counter()
 
     def advance(record: Record) -> None:
         finished.append(record)
         done, failed = len(finished), sum(not one.done for one in finished)
         if done * LINES // total > (done - 1) * LINES // total:  # 10 % need not be an integer number of runs
-            note = f" ({failed} failed)" if failed else ""
-            say(console, f"{done} of {total} runs{note} after {(time.perf_counter() - started) / 60:.1f} minutes")
+            note, minutes = f" ({failed} failed)" if failed else "", (time.perf_counter() - started) / 60
+            print(f"{done} of {total} runs{note} after {minutes:.1f} minutes", flush=True)
 
-    yield advance
+    return advance

@@ -11,10 +11,8 @@ import torch
 import torchvision
 from torch import nn
 
-from comparison.run.pyramidnet import PyramidNet
 from comparison.spec.run_spec import ConfigError, Model, suggest
 
-OWN = {"pyramidnet": PyramidNet}
 IMAGENET_CLASSES = 1000
 ARCHITECTURE = "tf_efficientnet_lite0"
 """The only timm model whose ImageNet weights are in a package. Its tensors have other names, but the same order."""
@@ -43,8 +41,6 @@ def build(model: Model, classes: int, channels: int, arguments: Mapping[str, Any
 
 def _maker(name: str, classes: int, channels: int) -> Callable[..., nn.Module]:
     library, _, bare = name.rpartition(":")
-    if library in ("", "own") and bare in OWN:
-        return lambda **kwargs: OWN[bare](classes=classes, channels=channels, **kwargs)
     if library in ("", "timm") and timm.is_model(bare):
         default: dict[str, Any] = {"num_classes": classes, "in_chans": channels, "pretrained": False}
         return lambda **kwargs: timm.create_model(bare, **{**default, **kwargs})
@@ -58,7 +54,7 @@ def _maker(name: str, classes: int, channels: int) -> Callable[..., nn.Module]:
         default = {"weights": None, "num_classes": classes}
         return lambda **kwargs: torchvision.models.get_model(bare, **{**default, **kwargs})
     raise ConfigError(
-        f"no model is named {name!r}.\n{suggest(bare, [*OWN, *timm.list_models(), *known])}\n  see all:      "
+        f"no model is named {name!r}.\n{suggest(bare, [*timm.list_models(), *known])}\n  see all:      "
         "timm.list_models(), torchvision.models.list_models(); timm:NAME and torchvision:NAME select the library"
     )
 

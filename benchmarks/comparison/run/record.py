@@ -14,11 +14,8 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import torch
 
-from machine import machine_info
+from program import machine_info
 
-Kind = Literal["nan", "memory", "disk", "killed", "error"]
-# Failures worth retrying; a NaN or an error in the code is reproducible.
-TRANSIENT: tuple[Kind, ...] = ("memory", "disk", "killed")
 ROOT = Path(__file__).parents[3]
 
 
@@ -53,13 +50,9 @@ class Outcome(TypedDict):
 class Failure:
     """The reason why a run has no outcome."""
 
-    kind: Kind
+    kind: Literal["nan", "killed", "error"]
+    """A `killed` worker's run is tried once more, `error` at the next start; `nan` is a result of the settings."""
     message: str
-
-    @property
-    def transient(self) -> bool:
-        """Whether the next start of the comparison retries the run."""
-        return self.kind in TRANSIENT
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import hookdrop
 from comparison.data.catalog import load
 from comparison.data.task import Split, Task
 from comparison.run import models
-from comparison.run.footprint_check import digest, kept
 from comparison.spec import arms
 from comparison.spec.run_spec import Run, seed_of
+from models.footprint import digest, kept
 
 AFTER_RAMP = 10**12
 """An optimizer step after the end of every ramp."""

@@ -1,16 +1,12 @@
-"""Train a run, with checkpoints from which it resumes bit-identically, and create its record."""
+"""Train a run, and create its record."""
 
 from __future__ import annotations
 
-import datetime
 import math
-import os
 import statistics
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,104 +15,39 @@ from torch.nn.functional import cross_entropy
 
 from comparison.data.catalog import loader
 from comparison.run import metrics
-from comparison.run.footprint_check import changes, digest
 from comparison.run.record import Outcome, Record, environment
 from comparison.run.run_setup import RunSetup, prepare, steps_of
 from comparison.spec import arms
 from comparison.spec.run_spec import Run
+from models.footprint import changes, digest
 
 MEASURED_PART = 20
 """The dropped fraction is measured in the last 1/20 of the epochs, where the rate is within 5 % of its target."""
 CHECKED_IMAGES = 200
-SECONDS = 20.0
-"""Minimum time between checkpoints."""
 
 
-@dataclass
-class History:
-    """The training history of a run."""
-
-    first_loss: float = math.nan
-    train_loss: list[float] = field(default_factory=list)
-    batches: list[str] = field(default_factory=list)
-    steps: int = 0
-
-
-class Checkpoint:
-    """The checkpoint file of a run, which is only replaced as a whole."""
-
-    def __init__(self, setup: RunSetup, folder: Path) -> None:
-        self._path = checkpoint_path(folder, setup.run.key)
-        self._setup, self._last = setup, time.monotonic()
-
-    def due(self) -> bool:
-        """Whether it is time for a checkpoint."""
-        return time.monotonic() - self._last >= SECONDS
-
-    def save(self, epoch: int, history: History) -> None:
-        """Save the state after an epoch."""
-        setup = self._setup
-        state = {
-            "epoch": epoch,
-            "history": asdict(history),
-            "parts": [part.state_dict() for part in self._parts()],
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(setup.device) if setup.device.type == "cuda" else None,
-        }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        torch.save(state, partial)
-        os.replace(partial, self._path)
-        self._last = time.monotonic()
-
-    def load(self) -> tuple[int, History]:
-        """Restore the state. Return the number of finished epochs and the history; a damaged file is ignored."""
-        try:
-            state = torch.load(self._path, weights_only=True, map_location="cpu")
-        except Exception:  # a missing file, or errors of many kinds
-            return 0, History()
-        for part, saved in zip(self._parts(), state["parts"], strict=True):
-            part.load_state_dict(saved)
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"], self._setup.device)
-        return state["epoch"], History(**state["history"])
-
-    def _parts(self) -> list[Any]:
-        setup = self._setup
-        return [setup.model, setup.optimizer, setup.decay, *([setup.drop] if setup.drop else [])]
-
-
-def checkpoint_path(folder: Path, key: str) -> Path:
-    """The checkpoint of a run."""
-    return folder / f"{key}.pt"
-
-
-def execute(run: Run, scratch: Path) -> Record:
-    """Train and score a run, and check the model's footprint; `scratch` is the folder for checkpoints.
-
-    The checkpoint is kept until the record is stored, in case the disk is full.
-    """
-    started, clock = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), time.perf_counter()
+def execute(run: Run) -> Record:
+    """Train and score a run, and check the model's footprint."""
     setup = prepare(run)
-    outcome, images = _outcome(setup, *train(setup, Checkpoint(setup, scratch)))
-    seconds = time.perf_counter() - clock
-    return Record(run.key, run.model_dump(mode="json"), outcome, images, None, environment(), started, seconds)
+    outcome, images = _outcome(setup, *train(setup))
+    return Record(run.key, run.model_dump(mode="json"), outcome, images, environment=environment())
 
 
-def train(setup: RunSetup, checkpoint: Checkpoint) -> tuple[History, Any]:
-    """Train from the checkpoint to the last epoch, and measure the dropped fraction in the last epochs."""
-    done, history = checkpoint.load()
-    last = _last_epoch(setup)
-    measured, from_epoch = None, last - max(1, last // MEASURED_PART) + 1
+def train(setup: RunSetup) -> tuple[list[list[float]], list[str], Any]:
+    """Train to the last epoch.
+
+    Returns:
+        The losses of the steps of each epoch, the hash of its image indices, and what was dropped in the last epochs.
+    """
+    losses, batches, measured, last = list[list[float]](), list[str](), None, _last_epoch(setup)
     with ExitStack() as stack:
-        for epoch in range(done + 1, last + 1):
-            if setup.drop and epoch == from_epoch:
+        for epoch in range(1, last + 1):
+            if setup.drop and epoch == last - max(1, last // MEASURED_PART) + 1:
                 measured = stack.enter_context(setup.drop.recording(last=0)).totals
-            _train_epoch(setup, history, epoch)
-            if epoch < from_epoch - 1 and checkpoint.due():
-                checkpoint.save(epoch, history)
-    return history, measured
+            of_epoch, indices = _train_epoch(setup, epoch, sum(map(len, losses)))
+            losses.append(of_epoch)
+            batches.append(digest(indices))
+    return losses, batches, measured
 
 
 def batch_of(setup: RunSetup) -> tuple[Tensor, Tensor]:
@@ -136,26 +67,20 @@ def step(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _train_epoch(setup: RunSetup, history: History, epoch: int) -> None:
-    run = setup.run
+def _train_epoch(setup: RunSetup, epoch: int, done: int) -> tuple[list[float], list[Tensor]]:
+    """Train after `done` optimizer steps; return the losses and the image indices of the steps."""
+    run, task = setup.run, setup.task
     setup.forward.train()
     losses, seen = [], []
-    batches = loader(setup.task, setup.split.train, run.batch_size, run.seed, epoch, run.data.workers)
-    for indices_B, x_BCHW, y_B in batches:
-        if run.max_steps is not None and history.steps == run.max_steps:
-            break
+    batches = loader(task, setup.split.train, run.batch_size, run.seed, epoch, run.data.workers)
+    for indices_B, x_BCHW, y_B in islice(batches, None if run.max_steps is None else run.max_steps - done):
         seen.append(indices_B)
         losses.append(step(setup, setup.placed(x_BCHW), y_B.to(setup.device)))
-        history.steps += 1
-    numbers = torch.stack(losses).tolist()
-    if not all(map(math.isfinite, numbers)):
-        first = next(i for i, loss in enumerate(numbers) if not math.isfinite(loss))
-        at = history.steps - len(numbers) + first + 1
-        raise FloatingPointError(f"the loss of optimizer step {at} (epoch {epoch}) is {numbers[first]}")
-    if epoch == 1:
-        history.first_loss = numbers[0]
-    history.train_loss.append(statistics.fmean(numbers))
-    history.batches.append(digest(seen))
+    numbers: list[float] = torch.stack(losses).tolist()
+    for at, loss in enumerate(numbers, done + 1):
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss of optimizer step {at} (epoch {epoch}) is {loss}")
+    return numbers, seen
 
 
 def _last_epoch(setup: RunSetup) -> int:
@@ -165,7 +90,9 @@ def _last_epoch(setup: RunSetup) -> int:
     return min(run.epochs, math.ceil(run.max_steps / (steps_of(run, len(setup.split.train)) // run.epochs)))
 
 
-def _outcome(setup: RunSetup, history: History, measured: Any) -> tuple[Outcome, Mapping[str, Any]]:
+def _outcome(
+    setup: RunSetup, losses: list[list[float]], batches: list[str], measured: Any
+) -> tuple[Outcome, Mapping[str, Any]]:
     """Score the model after its last epoch, and remove the hooks. Return the outcome and the scores of each image."""
     run, drop, task = setup.run, setup.drop, setup.task
     scored, test_sets = (setup.split.test, task.test_sets) if run.stage == "final" else (setup.split.validation, {})
@@ -181,9 +108,9 @@ def _outcome(setup: RunSetup, history: History, measured: Any) -> tuple[Outcome,
         "flags": setup.plan.warnings if setup.plan else [],
         "weights_before": setup.weights,
         "weights_after": digest(setup.model.state_dict().values()),
-        "batches": history.batches,
-        "first_loss": history.first_loss,
-        "train_loss": history.train_loss,
+        "batches": batches,
+        "first_loss": losses[0][0],
+        "train_loss": [*map(statistics.fmean, losses)],
         "rate_at_end": setup.rate,
         "asked": measured.asked if asks else None,
         "dropped": measured.dropped if drops else None,
@@ -194,7 +121,7 @@ def _outcome(setup: RunSetup, history: History, measured: Any) -> tuple[Outcome,
         "outputs": digest([logits]),
         "data": task.sha256,
         "test_sets": list(test_sets),
-        "steps": history.steps,
+        "steps": sum(map(len, losses)),
         "train_images": len(setup.split.train),
         "scored_images": len(scored),
         "skipped_images": len(task.skipped),

@@ -53,7 +53,6 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     add("--address", help="address of a running Ray cluster; by default Ray starts on this machine")
     add("--workers", type=int, default=os.cpu_count() or 1, help="number of parallel runs, with one thread each")
     add("--dry-run", action="store_true", help="print sites, runs and estimated durations without training")
-    add("--retry", action="store_true", help="also retry runs that failed with an error, after fixing its cause")
     options = parser.parse_args(argv)
     if options.workers < 1:
         parser.error(f"--workers must be at least 1, got {options.workers}")

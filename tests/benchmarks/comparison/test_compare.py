@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,12 +81,10 @@ def copied(tiny: SimpleNamespace, tmp_path: Path) -> Path:
 
 
 class TestSmallComparison:
-    def test_succeeds_and_prints_the_path_of_the_report(self, tiny: SimpleNamespace) -> None:
+    def test_summary_has_all_arms_and_seeds_valid_controls_and_costs(self, tiny: SimpleNamespace) -> None:
         assert tiny.status == 0, tiny.text
         assert tiny.text.rstrip().endswith(f"Report: {tiny.out / 'report.html'}")
         assert (tiny.out / "report.html").stat().st_size > 10_000
-
-    def test_summary_has_all_arms_and_seeds_and_valid_controls(self, tiny: SimpleNamespace) -> None:
         (cell,) = Summary.model_validate_json((tiny.out / "summary.json").read_text()).cells
         assert [arm.name for arm in cell.arms] == ARMS
         assert {tuple(arm.seeds) for arm in cell.arms} == {(0, 1)}
@@ -95,12 +92,7 @@ class TestSmallComparison:
         assert (controls.aa_equal, controls.aa_seeds, controls.paired) == (2, 2, True)
         assert controls.unchanged == controls.hooked == 6
         assert controls.none_none is not None
-
-    def test_measures_the_cost_of_a_step(self, tiny: SimpleNamespace) -> None:
-        (cell,) = Summary.model_validate_json((tiny.out / "summary.json").read_text()).cells
-        ratios = {arm.name: arm.time.median for arm in cell.arms if arm.time}
-        assert set(ratios) >= {"none", "DropBlock"}
-        assert ratios["none"] == 1
+        assert all(arm.time and arm.memory for arm in cell.arms)
 
     def test_a_selected_arm_has_the_same_runs(self, tiny: SimpleNamespace, copied: Path) -> None:
         (cell,) = Summary.model_validate_json((tiny.out / "summary.json").read_text()).cells
@@ -161,27 +153,21 @@ class TestInvalidRequests:
     def test_all_errors_of_cells_are_reported_together(self, tmp_path: Path) -> None:
         wrong = TINY.replace("layer*.*.bn2", "layer5.*").replace("drop_prob=0.1)", 'drop_prob=0.1)", layers: "nose')
         text = self.error(tmp_path, wrong)
-        assert "DropBlock on resnet10t on digits: " in text
-        assert "timm.DropPath (equal p) on resnet10t on digits: " in text
+        assert all(f"{arm} on resnet10t on digits: " in text for arm in ("DropBlock", "timm.DropPath (equal p)"))
         assert text.count("Nothing was trained.") == 1
 
     def test_missing_config_file(self, tmp_path: Path) -> None:
         status, text = run("--config", BENCHMARKS / "configs" / "digit.yaml", "--out", tmp_path)
-        assert status == 2
-        assert "did you mean" in text
-        assert "digits.yaml" in text
+        assert (status, "did you mean" in text, "digits.yaml" in text) == (2, True, True)
 
     def test_unknown_arm(self, tmp_path: Path) -> None:
         text = self.error(tmp_path, TINY, "--only", "Dropblock")
         assert "--only: no arm is named 'Dropblock'.\n  did you mean: DropBlock" in text
 
-    def test_output_folder_that_is_not_writable(self, tmp_path: Path) -> None:
+    def test_output_folder_that_is_not_writable(self, tiny: SimpleNamespace, tmp_path: Path) -> None:
         (tmp_path / "out").write_text("a file")
-        config = tmp_path / "mine.yaml"
-        config.write_text(TINY)
-        status, text = run("--config", config, "--out", tmp_path / "out", "--workers", 1)
-        assert status == 2
-        assert f"--out: cannot write to {tmp_path / 'out'}" in text
+        status, text = run("--config", tiny.config, "--out", tmp_path / "out", "--workers", 1)
+        assert (status, f"--out: cannot write to {tmp_path / 'out'}" in text) == (2, True)
 
     def test_a_changed_comparison_is_rejected(self, tiny: SimpleNamespace, copied: Path) -> None:
         """Adding seeds after looking at the results changes the comparison."""
@@ -189,27 +175,19 @@ class TestInvalidRequests:
         assert status == 2
         assert "seeds: stored 2, requested 3" in text
 
-    @pytest.mark.parametrize("words", [[], ["--workers", "0", "--config", "x"], ["--config", "x", "--address", "y"]])
-    def test_invalid_flags(self, words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as ended:
-            run(*words)
-        assert ended.value.code == 2
-        assert "error: " in capsys.readouterr().err
-
 
 class TestFlags:
-    def test_define_a_comparison_without_a_file(self) -> None:
-        words = "--models resnet10t --data digits --layers layer*.*.bn2 --epochs 2 --seeds 5 --batch-size 9 --arms"
+    def test_define_a_comparison_without_a_file(self, tmp_path: Path) -> None:
+        words = (
+            f"--models resnet10t --data {tmp_path}/ --layers layer*.*.bn2 --epochs 2 --seeds 5 --batch-size 9 --arms"
+        )
         asked = options.parse([*words.split(), "Dropout(p=0.1)", "dropblock_resnet(p=0.1)", "timm.DropPath(0.1)"], "")
         config, text = options.config_of(asked)
         assert [arm.name for arm in config.all_arms()] == ["Dropout", "dropblock_resnet", "timm.DropPath (equal p)"]
+        assert config.data[0].name == f"imagefolder:{tmp_path}"
         assert (config.epochs, config.batch_size, config.seeds) == (2, 9, 5)
         assert text.startswith("\n# overridden by flags: ")
-
-    def test_own_images_need_a_folder_and_a_model(self, tmp_path: Path) -> None:
-        asked = options.parse(["--data", f"{tmp_path}/", "--model", "resnet18", "--only", "stochastic_depth"], "")
-        config, _ = options.config_of(asked)
-        assert config.data[0].name == f"imagefolder:{tmp_path}"
+        config, _ = options.config_of(options.parse(["--data", f"{tmp_path}/", "--model", "resnet18"], ""))
         assert [arm.name for arm in config.all_arms()] == ["dropblock_resnet", "stochastic_depth"]
 
     def test_a_missing_package_is_named_with_the_line_to_install_it(self) -> None:
@@ -227,12 +205,6 @@ class TestReadme:
         (block,) = re.findall(r"```yaml\n(.*?)```", self.TEXT, re.DOTALL)
         config = validate(yaml.safe_load(block), "README.md")
         assert [arm.kind for arm in config.all_arms()] == ["regularizer", "recipe", "peer", "peer", "probe"]
-
-    def test_every_file_exists(self) -> None:
-        named = re.findall(r"benchmarks/[\w/.]+\.(?:py|yaml)|results/[\w./-]+|comparison/[\w/]+\.py", self.TEXT)
-        assert len(named) > 15
-        for name in named:
-            assert (BENCHMARKS / name.removeprefix("benchmarks/")).exists(), name
 
     def test_every_command_parses(self) -> None:
         shell = re.findall(r"benchmarks/compare\.py ((?:\\\n|[^`\n])+)", self.TEXT)
@@ -266,35 +238,20 @@ def difference(arm: ArmSummary) -> str:
 
 
 class TestCommittedResults:
-    @pytest.mark.parametrize("name", ["finetune", "finetune_scratch", "finetune_schedules"])
-    def test_match_the_shipped_config_and_the_page_of_fine_tuning(self, name: str) -> None:
-        found = Summary.model_validate_json((BENCHMARKS / "results" / name / "summary.json").read_text())
-        assert settings(found.config) == settings((BENCHMARKS / "configs" / f"{name}.yaml").read_text())
-        assert found.seeds >= 16
-        assert not found.failures
-        page = (BENCHMARKS.parent / "docs" / "evidence" / "finetuning.md").read_text()
-        rows = differences(found)
-        assert len(rows) > 4
-        for row in rows:
-            assert row in page
-        for cell in found.cells:
-            assert f"{cell.arms[0].means['accuracy']:.2f} %" in page
-
-    @pytest.mark.parametrize("name", ["digits", "synthetic"])
-    def test_match_the_shipped_config_and_the_table_on_the_page_of_results(self, name: str) -> None:
-        results = BENCHMARKS / "results" / name
-        found = Summary.model_validate_json((results / "summary.json").read_text())
-        assert settings(found.config) == settings((BENCHMARKS / "configs" / f"{name}.yaml").read_text())
-        assert found.seeds >= 16
-        assert not found.failures
-        shown = io.StringIO()
-        Console(file=shown, width=WIDTH, highlight=False).print(table(found.cells[0]))
-        lines_of_table = [line.rstrip() for line in shown.getvalue().splitlines()]
-        assert "\n".join(lines_of_table) in (BENCHMARKS.parent / "docs" / "evidence" / "results.md").read_text()
-
     @pytest.mark.parametrize("name", ["digits", "synthetic", "finetune", "finetune_scratch", "finetune_schedules"])
-    def test_have_valid_controls(self, name: str) -> None:
+    def test_match_the_shipped_config_and_the_documented_tables(self, name: str) -> None:
         found = Summary.model_validate_json((BENCHMARKS / "results" / name / "summary.json").read_text())
-        for cell in found.cells:
-            assert cell.controls.hold
-            assert cell.controls.aa_equal == found.seeds
+        assert settings(found.config) == settings((BENCHMARKS / "configs" / f"{name}.yaml").read_text())
+        assert found.seeds >= 16
+        assert not found.failures
+        assert all(cell.controls.hold and cell.controls.aa_equal == found.seeds for cell in found.cells)
+        page = "finetuning" if name.startswith("finetune") else "results"
+        text = (BENCHMARKS.parent / "docs" / "evidence" / f"{page}.md").read_text()
+        if page == "finetuning":
+            rows = [*differences(found), *(f"{cell.arms[0].means['accuracy']:.2f} %" for cell in found.cells)]
+            assert len(rows) > 4
+            assert [row for row in rows if row not in text] == []
+        else:
+            shown = io.StringIO()
+            Console(file=shown, width=WIDTH, highlight=False).print(table(found.cells[0]))
+            assert "\n".join(line.rstrip() for line in shown.getvalue().splitlines()) in text

