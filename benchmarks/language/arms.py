@@ -9,9 +9,9 @@ from typing import Any
 from hookdrop import InjectionSpec, LinearSchedule, parse
 
 NONE = "none"
-DECAYS = (0.01, 0.1)
-DECAYS_OF_NONE = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-"""Weight decays; `none` gets as many settings as an arm with three rates."""
+DECAYS = {"lstm": (0.1, 0.3), "decoder": (0.3, 1.0)}
+DECAYS_OF_NONE = {"lstm": (0.03, 0.1, 0.2, 0.3, 0.5, 1.0), "decoder": (0.1, 0.3, 0.6, 1.0, 2.0, 4.0)}
+"""Weight decays by model; `none` gets as many settings as an arm with three rates."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,13 @@ class Arm:
         """The injections at a tuned value."""
         schedule = LinearSchedule(steps=1.0) if self.ramp else None
         return [
-            InjectionSpec(parse(one["text"].format(one["rate"] * value)), schedule=schedule, name=str(i), on_existing="stack", **one["settings"])
+            InjectionSpec(
+                parse(one["text"].format(one["rate"] * value)),
+                schedule=schedule,
+                name=str(i),
+                on_existing="stack",
+                **one["settings"],
+            )
             for i, one in enumerate(self.injections)
         ]
 
@@ -83,7 +89,13 @@ ARMS = [
     Arm("AWD-LSTM", "lstm", _awd(), (0.5, 1.0, 1.5)),
     *(Arm(f"AWD-LSTM without {part}", "lstm", _awd(part), like="AWD-LSTM") for part in _AWD),
     # A ramp to p has the mean p / 2.
-    Arm("LockedDropout (ramp to p)", "lstm", [_at("LockedDropout(p={})", 1.0, *_PLACES)], like="LockedDropout", ramp=True),
+    Arm(
+        "LockedDropout (ramp to p)",
+        "lstm",
+        [_at("LockedDropout(p={})", 1.0, *_PLACES)],
+        like="LockedDropout",
+        ramp=True,
+    ),
     Arm("LockedDropout (p / 2)", "lstm", [_at("LockedDropout(p={})", 0.5, *_PLACES)], like="LockedDropout"),
     Arm("nn.Dropout written in", "written_in", like="Dropout"),
     Arm("nn.LSTM(dropout=)", "stacked", like="Dropout"),

@@ -55,7 +55,9 @@ def load() -> Corpus:
         removed[name] = 1 - _count(unique) / _count(texts)
         kept[name] = _first(unique, SIZES[name])
     tokenizer = _tokenizer(kept["train"])
-    digest = hashlib.sha256("\0".join([tokenizer.to_str(), *(text for texts in kept.values() for text in texts)]).encode())
+    digest = hashlib.sha256(
+        "\0".join([tokenizer.to_str(), *(text for texts in kept.values() for text in texts)]).encode()
+    )
     tokens = {name: [torch.tensor([*tokenizer.encode(t).ids, 0]) for t in texts] for name, texts in kept.items()}
     return Corpus(tokens, {name: _count(texts) for name, texts in kept.items()}, removed, digest.hexdigest())
 
@@ -68,12 +70,12 @@ def _paragraphs(distribution: str, package: str, pinned: str) -> Iterator[tuple[
             f"  install it: pip install {distribution}=={pinned}\nNothing was trained."
         )
     spec = find_spec(package)
-    assert spec is not None and spec.origin is not None
-    root = Path(spec.origin).parent
+    assert spec is not None
+    root = Path(str(spec.origin)).parent
     for path in sorted(root.rglob("*.py")):
-        if "tests" in path.parts:
+        if {"test", "tests"} & {*path.parts}:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 for text in re.split(r"\n\s*\n", inspect.cleandoc(ast.get_docstring(node) or "")):
                     words = _WORD.findall(text)

@@ -67,10 +67,23 @@ class Decoder(nn.Module):
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        size = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 4, "num_attention_heads": 4}
-        config = LlamaConfig(vocab_size=VOCABULARY, **size, tie_word_embeddings=True, use_cache=False)
+        size: Any = {
+            "hidden_size": WIDTH,
+            "intermediate_size": 2 * WIDTH,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+        }
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, num_hidden_layers=4, **size, tie_word_embeddings=True, use_cache=False
+        )
         self.llama = LlamaForCausalLM(config)
 
     def forward(self, x_BT: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """The logits of the next tokens; there is no state."""
         return self.llama(input_ids=x_BT).logits, None
+
+
+def build(name: str, p: float) -> nn.Module:
+    """A model with weights drawn from the global generator; `p` is for the peers."""
+    peers = {"written_in": LstmWithDropout, "stacked": StackedLstm}
+    return peers[name](p) if name in peers else Decoder() if name == "decoder" else Lstm()

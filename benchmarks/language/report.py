@@ -46,7 +46,9 @@ def write(records: Records, tuned: Mapping[tuple[str, str], tuple[float, float]]
 
 
 def _cells(records: Records) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((model, test) for (model, _, _), record in records.items() for test in record["paragraphs"]))
+    return list(
+        dict.fromkeys((model, test) for (model, _, _), record in records.items() for test in record["paragraphs"])
+    )
 
 
 def _cell(records: Records, model: str, test: str) -> dict[str, Any]:
@@ -66,7 +68,9 @@ def _cell(records: Records, model: str, test: str) -> dict[str, Any]:
         "perplexity": {name: math.exp(np.mean([run.value for run in runs.values()])) for name, runs in metrics.items()},
         "log_perplexity": {name: [run.value for run in runs.values()] for name, runs in metrics.items()},
         "differences": {name: one.model_dump() for name, one in found.items()},
-        "curves": {name: [np.mean(part, axis=0).tolist() for part in zip(*runs, strict=True)] for name, runs in curves.items()},
+        "curves": {
+            name: [np.mean(part, axis=0).tolist() for part in zip(*runs, strict=True)] for name, runs in curves.items()
+        },
     }
 
 

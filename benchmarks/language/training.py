@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,17 +16,16 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 import hookdrop
-from comparison.run.footprint_check import digest
 from comparison.run.record import environment
-from comparison.spec.run_spec import seed_of
+from comparison.spec.run_spec import generator, seed_of
 from language.arms import ARMS, Arm
 from language.corpus import Corpus
-from language.models import Decoder, Lstm, LstmWithDropout, StackedLstm
+from language.models import build
+from models.footprint import digest
 
 BATCH, LENGTH = 20, 35
-import os
-EPOCHS = {"lstm": 40, "written_in": 40, "stacked": 40, "decoder": int(os.environ.get("DE",16))}
-LEARNING_RATES = {"lstm": 0.006, "written_in": 0.006, "stacked": 0.006, "decoder": float(os.environ.get("DL",.003))}
+EPOCHS = {"lstm": 40, "decoder": 12}
+LEARNING_RATES = {"lstm": 0.006, "decoder": 0.0015}
 EVERY = 2  # epochs between two measurements of the validation loss
 CLIP = 0.5
 
@@ -47,51 +46,46 @@ class Run:
         """The first 32 hexadecimal digits of the SHA-256 of the settings."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
-    def with_seed(self, seed: int) -> Run:
-        """The same settings with another seed."""
-        return replace(self, seed=seed)
 
-
-def execute(run: Run, corpus: Corpus) -> dict[str, Any]:
+def execute(run: Run, text: Corpus) -> dict[str, Any]:
     """Train for all epochs, and score the weights of the epoch with the lowest validation loss, as for every arm."""
     clock = time.perf_counter()
     arm = next(arm for arm in ARMS if (arm.name, arm.model) == (run.arm, run.model))
-    order = torch.randperm(
-        len(corpus.tokens["train"]), generator=torch.Generator().manual_seed(seed_of(run.seed, "order"))
-    )
-    stream = torch.cat([corpus.tokens["train"][i] for i in order])
-    steps = EPOCHS[run.model] * len(_windows(stream))
+    order = torch.randperm(len(text.tokens["train"]), generator=generator(run.seed, "order")).tolist()
+    stream = torch.cat([text.tokens["train"][i] for i in order])
+    epochs, rate = EPOCHS[arm.family], LEARNING_RATES[arm.family]
     torch.manual_seed(seed_of(run.seed, "weights"))
-    model = _build(arm, run.value)
+    model = build(run.model, run.value)
     weights = digest(model.state_dict().values())
-    drop, sites = _inject(arm, run.value, model, steps)
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATES[run.model], weight_decay=run.weight_decay)
-    decay = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATES[run.model], total_steps=steps)
-    if drop and arm.ramp:
+    steps = epochs * len(_windows(stream))
+    drop = _inject(arm, run.value, model, steps)
+    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=run.weight_decay)
+    decay = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
+    if arm.ramp:
         drop.follow(optimizer)
     torch.manual_seed(seed_of(run.seed, "masks"))
     losses: list[float] = []
     validation: dict[int, float] = {}
     best: dict[str, Tensor] = {}
-    for epoch in range(1, EPOCHS[run.model] + 1):
+    for epoch in range(1, epochs + 1):
         losses.append(_train_epoch(model, stream, optimizer, decay, drop if arm.penalizes else None))
         if epoch % EVERY == 0:
-            validation[epoch] = _mean(score(model, corpus.tokens["validation"]))
+            validation[epoch] = _mean(score(model, text.tokens["validation"]))
             if validation[epoch] == min(validation.values()):
                 best = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(best)
-    scored = {name: score(model, parts) for name, parts in corpus.tokens.items() if name not in ("train", "validation")}
+    scored = {name: score(model, parts) for name, parts in text.tokens.items() if name not in ("train", "validation")}
     return {
         "run": asdict(run),
-        "sites": sites,
+        "sites": [f"{site.name}: {site.regularizer}" for site in drop.sites],
         "weights_before": weights,
         "weights_after": digest(best.values()),
         "train_loss": losses,
         "validation_loss": validation,
         "best_epoch": min(validation, key=lambda epoch: validation[epoch]),
         "paragraphs": {name: sums.tolist() for name, sums in scored.items()},
-        "words": corpus.words,
-        "removed": corpus.removed,
+        "words": text.words,
+        "removed": text.removed,
         "environment": environment(),
         "seconds": time.perf_counter() - clock,
     }
@@ -123,20 +117,13 @@ def _windows(stream_N: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(rows_BN[:, a:b], rows_BN[:, a + 1 : b + 1]) for a, b in pairwise(ends)]
 
 
-def _build(arm: Arm, value: float) -> nn.Module:
-    if arm.model == "decoder":
-        return Decoder()
-    return {"lstm": Lstm, "written_in": lambda: LstmWithDropout(value), "stacked": lambda: StackedLstm(value)}[arm.model]()
-
-
-def _inject(arm: Arm, value: float, model: nn.Module, steps: int) -> tuple[hookdrop.Injection | None, list[str]]:
+def _inject(arm: Arm, value: float, model: nn.Module, steps: int) -> hookdrop.Injection:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'head.weight' shares a regularized weight", hookdrop.HookdropWarning)
         for spec in arm.specs(value):
             example = torch.zeros(2, LENGTH, dtype=torch.long)
             hookdrop.inject(model, spec, total_steps=steps, example_input=example)
-    drop = hookdrop.find(model)
-    return drop or None, [f"{site.name}: {site.regularizer}" for site in drop.sites]
+    return hookdrop.find(model)
 
 
 def _train_epoch(model: nn.Module, stream: Tensor, optimizer: Any, decay: Any, penalized: Any) -> float:

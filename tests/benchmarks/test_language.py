@@ -1,0 +1,83 @@
+"""The study of language models: no text is in two splits, scores count each token once, and the controls hold."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+import language_study
+from language import arms, corpus, report, training
+
+
+@pytest.fixture(scope="module")
+def text() -> corpus.Corpus:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "SIZES", dict.fromkeys(corpus.SIZES, 600))
+        for name, package in (("HOME", "networkx"), ("OTHER", "joblib")):
+            patch.setattr(corpus, name, (package, package, version(package)))
+        return corpus.load()
+
+
+def test_no_window_of_words_is_in_two_paragraphs() -> None:
+    kept = [f"{i} " + " ".join(map(str, range(i, i + 20))) for i in (0, 100, 104, 300)]
+    seen: set[tuple[str, ...]] = set()
+    assert [corpus._is_new(text, seen) for text in [*kept, "short", "short"]] == [True, True, False, True, True, False]
+
+
+def test_another_version_of_a_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "HOME", ("scikit-learn", "sklearn", "0.1"))
+    with pytest.raises(SystemExit, match="pip install scikit-learn==0.1"):
+        corpus.load()
+
+
+def test_splits_have_their_size_and_the_text_a_digest(text: corpus.Corpus) -> None:
+    assert all(600 <= count < 1000 for count in text.words.values())
+    assert len(bytes.fromhex(text.sha256)) == hashlib.sha256().digest_size
+
+
+def test_score_is_the_loss_of_each_token_by_paragraph(text: corpus.Corpus) -> None:
+    """A model without a state, whose windows cannot matter."""
+
+    class Bigrams(torch.nn.Embedding):
+        def forward(self, x_BT: torch.Tensor, state: object = None) -> tuple[torch.Tensor, object]:  # type: ignore[override]
+            return super().forward(x_BT), None
+
+    model, paragraphs = Bigrams(corpus.VOCABULARY, corpus.VOCABULARY), text.tokens["validation"]
+    sums_P2 = training.score(model, paragraphs)
+    stream = torch.cat(paragraphs)
+    rows = stream[: len(stream) // training.BATCH * training.BATCH].view(training.BATCH, -1)
+    every = torch.nn.functional.cross_entropy(
+        model(rows[:, :-1])[0].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"
+    )
+    assert sums_P2[:, 1].sum() == rows[:, 1:].numel()
+    torch.testing.assert_close(sums_P2[:, 0].sum(), every.double())
+
+
+def test_the_study_trains_reports_and_resumes(
+    text: corpus.Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two arms and their controls, with one epoch; the p = 0 control is bit-identical."""
+    chosen = [arm for arm in arms.ARMS if arm.family == "lstm" and arm.name in (arms.NONE, "LockedDropout", "AR + TAR")]
+    monkeypatch.setattr(language_study, "ARMS", [replace(arm, values=arm.values[:1]) for arm in chosen])
+    monkeypatch.setattr(language_study, "DECAYS", {"lstm": (0.1,)})
+    monkeypatch.setattr(language_study, "DECAYS_OF_NONE", {"lstm": (0.1,)})
+    monkeypatch.setattr(language_study, "SEEDS", range(2))
+    monkeypatch.setattr(training, "EPOCHS", {"lstm": 2})
+    study = language_study.Study(text, tmp_path, workers=1)
+    tuned = study.tune()
+    records = study.final(tuned)
+    assert report.write(records, tuned, tmp_path) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "bit-identical to none in 2 of 2 seeds" in page
+    assert not {"http://", "https://", "<script"} & {
+        part for part in ("http://", "https://", "<script") if part in page
+    }
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+    monkeypatch.setattr(language_study, "_execute", None)
+    assert study.final(tuned) == records, "the runs are read again"
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")} == before
