@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +73,44 @@ html_theme_options = {
     "header_links_before_dropdown": 7,
     "footer_start": ["copyright"],
     "footer_end": [],
-    "secondary_sidebar_items": ["page-toc"],
+    "secondary_sidebar_items": ["page-toc", "markdown"],
 }
 copybutton_selector = "div:not(.highlight-text, .highlight-none) > div.highlight pre"
 copybutton_exclude = ".linenos, .gp, .go"
 
 
 def setup(app: Any) -> None:
-    """Write llms.txt, a list of all pages for language models, beside the built site."""
+    """Write a Markdown twin of each page beside its HTML, and llms.txt, a list of all pages for language models."""
+    app.connect("html-page-context", write_markdown)
     app.connect("build-finished", write_llms_txt)
+
+
+def write_markdown(app: Any, name: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Write the source of a page, with what it includes, as NAME.md; of a generated page, its text."""
+    if doctree is None or app.builder.name != "html":
+        return
+    source = Path(app.env.doc2path(name))
+    text = source.read_text()
+    if source.suffix == ".md" and "{eval-rst}" not in text:
+        text = re.sub(r"(?ms)^```\{include\} (\S+)\n(.*?)^```$", partial(included, source.parent), text)
+    else:
+        text = doctree.astext()
+    twin = Path(app.outdir, f"{name}.md")
+    twin.parent.mkdir(parents=True, exist_ok=True)
+    twin.write_text(text)
+    context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{twin.name}">'
+
+
+def included(folder: Path, directive: re.Match[str]) -> str:
+    """The text that an include directive stands for."""
+    start = re.search(r'^:start-after: "(.*)"$', directive[2], re.M)
+    text = (folder / directive[1]).read_text()
+    return text.partition(start[1])[2] if start else text
 
 
 def write_llms_txt(app: Any, error: Exception | None) -> None:
     if error is None and app.builder.name == "html":
-        lines = [f"- [{title}]({name}.html): {first}" for name, title, first in pages(Path(app.srcdir))]
+        lines = [f"- [{title}]({name}.md): {first}" for name, title, first in pages(Path(app.srcdir))]
         head = f"# {project}\n\n> {first_sentence((Path(app.srcdir) / 'index.md').read_text())}\n\n## Pages\n"
         (Path(app.outdir) / "llms.txt").write_text("\n".join([head, *lines]) + "\n")
 

@@ -71,7 +71,7 @@ print(plan(model, dropblock, layers="layer[12].*", **settings))
 # Probe
 # -----
 #
-# ``probe`` runs a few forwards in training mode, here at the rate at the end of the ramp, and measures what is dropped.
+# ``probe`` runs a few passes in training mode, here at the rate at the end of the ramp, and measures what is dropped.
 # It restores the modes, the batch norm statistics and the random state. We remove the hooks again, because each run
 # below works on its own copy.
 

@@ -1,7 +1,7 @@
 """Warn automatically during training about sites that never run and schedules that are not advancing.
 
 A global post hook sees the steps of all PyTorch optimizers, which also covers compiled code, frozen layers and layers
-without weights. Updates by other optimizers are detected in the forwards. The same `UpdateCounter` counts both.
+without weights. Updates by other optimizers are detected in forward passes. The same `UpdateCounter` counts both.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Call = tuple[str, bool, int]  # site, training mode, and a fingerprint of the RNG state
 MAX_CALLS_PER_STATE = 8  # how many calls of one site with equal RNG states are distinguished
-CAPACITY = 2**14  # how many calls are remembered: about 100 sites in 100 forwards
+CAPACITY = 2**14  # how many calls are remembered: about 100 sites in 100 forward passes
 CAPACITY_WITH_TENSORS = 64  # the same for calls that hold tensors
 
 
@@ -68,7 +68,7 @@ projects copied one of them, so they are recognized by name."""
 def collects_statistics() -> bool:
     """Whether batch-norm statistics are being collected, which hooks that drop make those of dropped activations.
 
-    Nothing else distinguishes these forwards from those of a momentum encoder, which also run in training mode without
+    Nothing else distinguishes these passes from those of a momentum encoder, which also run in training mode without
     gradients.
     """
     return _is_called_by(lambda code: code.co_name in _COLLECTORS)

@@ -2,7 +2,7 @@
 
 A hook holds no reference to its module or model, no generator and no closure: it is copied and pickled with the
 module, and the copied hooks of one injection share a copy of its state. Each call passes the rate to the regularizer as
-an argument, not through shared state, so threads and recomputed forwards do not interfere.
+an argument, not through shared state, so threads and recomputes do not interfere.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class TrainingMode:
             TrainingMode.fast_path = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
         self.active.add(self)
-        self._before: list[tuple[nn.Module, bool]] = []  # of the running forwards
+        self._before: list[tuple[nn.Module, bool]] = []  # of the running calls
         enter, leave = _Switch(self, TrainingMode._enter), _Switch(self, TrainingMode._leave)
         enter.handle = self.handle = module.register_forward_pre_hook(enter)
         # The first after the forward, so that pairs of hooks are nested.

@@ -465,7 +465,7 @@ class Injection:
 
         Args:
             x: an input, a tuple of inputs, or a mapping of keyword inputs.
-            forwards: number of forwards to measure.
+            forwards: number of forward passes to measure.
             step: step of the schedule to measure at; None is the current step.
 
         Returns:
@@ -481,9 +481,9 @@ class Injection:
 
     @contextmanager
     def recording(self, last: int = 1, to: CopyDevice = None) -> Iterator[Recording]:
-        """Record the forwards inside the `with` block: `r["layer4.0"].before`, `.mask`, `.after`, and their plots.
+        """Record the calls inside the `with` block: `r["layer4.0"].before`, `.mask`, `.after`, and their plots.
 
-        `r.totals` measures all forwards, as `probe` does. Regularizers run twice; masks and results do not change.
+        `r.totals` measures all calls, as `probe` does. Regularizers run twice; masks and results do not change.
         Recording breaks graphs of compiled code, an error with `fullgraph=True`: record the uncompiled model instead.
 
         Args:

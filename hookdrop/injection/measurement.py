@@ -130,7 +130,7 @@ def _total(number: Tensor) -> float:
 
 @contextmanager
 def measured_into(sinks: Sequence[RateSink], record: Record) -> Iterator[None]:
-    """Pass what the hooks and the dropout of the model do in the forwards inside to `record`."""
+    """Pass what the hooks and the dropout of the model do in the calls inside to `record`."""
     own = [sink for sink in sinks if isinstance(sink, AttributeSink)]
     if own:
         from hookdrop.injection.own_dropout import observed_into
@@ -197,7 +197,7 @@ def require_values(x: Tensor) -> None:
         )
 
 
-# --- a few forwards without side effects
+# --- a few forward passes without side effects
 
 
 @contextmanager
@@ -221,7 +221,7 @@ def without_bookkeeping(model: nn.Module) -> Iterator[None]:
 
 
 def probe(model: nn.Module, sinks: Sequence[RateSink], x: Any, forwards: int) -> Measurement:
-    """Measure `forwards` training-mode forwards on `x`, and compare eval output with and without hooks."""
+    """Measure `forwards` training-mode passes on `x`, and compare eval output with and without hooks."""
     forwards = count(forwards, "forwards", "probe")
     inner = unwrapped(model)
     for parameter in inner.parameters():

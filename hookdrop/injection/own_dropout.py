@@ -66,7 +66,7 @@ def _runners(root: nn.Module, state: InjectionState, rates: Collection[DropRate]
 
 @contextmanager
 def observed_into(sinks: Sequence[AttributeSink], record: Record) -> Iterator[None]:
-    """Pass what the drops at these rates do in the forwards inside to `record`."""
+    """Pass what the drops at these rates do in the calls inside to `record`."""
     seen = _Seen()
     with ExitStack() as stack:
         for sink in sinks:

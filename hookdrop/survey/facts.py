@@ -34,7 +34,7 @@ class Survey:
         self.is_fake = is_fake
         """Whether the traces have shapes but no values."""
         self.forwards = int(not is_fake)
-        """The number of forwards with values so far."""
+        """The number of forward passes with values so far."""
         self.trace = trace
         """The forward with the batch size of the example."""
         self._tokens: dict[str, Patches | str] = {}
@@ -84,7 +84,7 @@ class Survey:
 
     @cached_property
     def _two_and_three(self) -> tuple[Trace, Trace]:
-        """The forwards with two and with three samples."""
+        """The forward passes with two and with three samples."""
         two, three = (self._with_batch(size) for size in (2, 3))
         return two, three
 

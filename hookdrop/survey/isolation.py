@@ -29,7 +29,7 @@ _SMALL = 2**20  # bytes
 def restored_after(model: nn.Module, *, trains: bool = True) -> Iterator[None]:
     """Restore training flags, buffers (batch-norm statistics) and RNG states on exit.
 
-    Forwards inside write to copies of the buffers, because writing old values back would be an in-place change under a
+    Calls inside write to copies of the buffers, because writing old values back would be an in-place change under a
     live graph. Large buffers that no known layer writes to are not copied: in a quantized language model, these are the
     weights. If a forward modifies one nevertheless, a warning names it.
 

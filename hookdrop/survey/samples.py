@@ -1,7 +1,7 @@
 """Find which rows of a tensor belong to which sample of the batch.
 
 Traces with two and with three samples show which axis grows with the batch, and by how many rows for each sample. If
-there are several, as in windows, frames or time steps, two forwards show their order: one sample is replaced, and
+there are several, as in windows, frames or time steps, two passes show their order: one sample is replaced, and
 either the first rows change, or every second one.
 """
 

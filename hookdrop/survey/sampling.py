@@ -22,7 +22,7 @@ from hookdrop.utils.tensor_tree import map_leaves
 Runners = Mapping[DropRate, tuple[str, ...]]
 """The names of the modules whose own forward runs the drops of each rate."""
 Step = tuple[Any, Call | None, str]
-"""What was computed, in a form that is equal in equal forwards; where; and its description."""
+"""What was computed, in a form that is equal in equal forward passes; where; and its description."""
 _SAME = {*DROPS, "contiguous"}
 """Functions that return the values of their input: attention has another memory layout if it drops."""
 _MASKS = {"mul", "div", "where", "masked_fill"}
@@ -67,7 +67,7 @@ def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
 
 
 def _difference(old: Step, new: Step, names: Collection[str]) -> tuple[str, str]:
-    """Return the sampled module in which two forwards differ, and how."""
+    """Return the sampled module in which two forward passes differ, and how."""
     for (_, call, what), when in ((new, "in training mode"), (old, "in eval mode only")):
         for one in call.around() if call else ():
             if one.name in names:
@@ -155,5 +155,5 @@ def _steps(
 
 
 def is_given(node: Node) -> bool:
-    """Whether a tensor is of the example or the weights. Forwards of one model number these in the same way."""
+    """Whether a tensor is of the example or the weights. All passes of a model number these in the same way."""
     return node.leaf in ("input", "weight")

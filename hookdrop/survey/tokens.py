@@ -1,7 +1,7 @@
 """Find the image patches of a vision transformer, and check that the layers after them do not need all of them.
 
 The patches are the last tensor (N, L, C) before the first attention through which all of the image passes. Tokens that
-are equal for two different images are class tokens or registers. Two forwards then show whether patches may be removed:
+are equal for two different images are class tokens or registers. Two passes then show whether patches may be removed:
 with the patches in another order, later layers must compute the same in that order, and with fewer patches they must
 run. Windows, grids, relative positions and rotary embeddings fail one of both.
 """

@@ -21,6 +21,9 @@ ARMS = {
 }
 
 
+COSTS = json.loads((ROOT / "benchmarks" / "results" / "costs.json").read_text())["methods"]
+
+
 def arms(study: str) -> list[dict[str, Any]]:
     summary = json.loads((ROOT / "benchmarks" / "results" / study / "summary.json").read_text())
     return list(summary["cells"][0]["arms"])
@@ -38,6 +41,15 @@ def test_costs_are_those_of_the_committed_results(study: str, name: str) -> None
     (arm,) = [arm for arm in arms(study) if arm["name"] == name]
     shown = [cell.split(";")[0] for cell in ROWS[name][4:6]]
     assert shown == [f"{arm[kind]['median']:.2f}" for kind in ("time", "memory")]
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_costs_are_those_of_the_committed_steps(name: str) -> None:
+    assert ROWS[name][4:6] == [f"{COSTS[name][kind]:.2f}" for kind in ("time", "memory")]
+
+
+def test_the_readme_has_the_first_eight_rows() -> None:
+    assert re.findall(r"^\| \[(\w+)\]\(docs/methods", (ROOT / "README.md").read_text(), re.M) == list(ROWS)[:8]
 
 
 @pytest.mark.parametrize(
