@@ -1,9 +1,10 @@
-"""The code blocks of the README and of every page run in order and print the documented output; links resolve."""
+"""The blocks of the README and of every page run in order and print the documented output; links resolve; readers can use them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def reason_for(library: str) -> str:
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
 def test_links_to_files_and_headings_resolve(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    text = prose(page)
     for target, anchor in re.findall(r"\]\((?!http|#)([^)#\s]+)(#[^)]+)?\)", text):
         other = page.parent / target
         assert other.exists(), target
@@ -124,3 +125,24 @@ def test_readme_fits_on_a_few_screens_and_starts_with_a_program_and_its_output()
     assert text.count("\n") <= 150
     assert "pip install hookdrop" in "\n".join(text.splitlines()[:10])
     assert [block.kind for block in blocks_of(README)][:2] == ["code", "text"]
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+def test_pages_work_with_a_screen_reader_and_offline(page: Path) -> None:
+    """Headings start with one title and skip no level; pictures are local and have texts; columns have headers."""
+    levels = [len(marks) for marks in re.findall(r"^(#+) ", prose(page), re.M)]
+    assert levels[:1] in ([1], [])  # a page that only includes another one has none
+    assert levels.count(1) <= 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    pictures = dict(re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", prose(page)))
+    assert len(pictures) == prose(page).count("![")
+    assert "" not in pictures
+    assert not [path for path in pictures.values() if "//" in path]
+    assert "<img" not in prose(page)
+    headers = re.findall(r"^(\|.*\|)\n\|(?:-+\|)+$", prose(page), re.M)
+    assert not [header for header in headers if re.search(r"\|\s*\|", header)]

@@ -1,4 +1,4 @@
-"""Every regularizer in compiled code: no graph break, at most three graphs, the right rate."""
+"""Every regularizer in compiled code: the check of `hookdrop.testing`, no graph break, at most three graphs, the right rate."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from hookdrop import Dropout, HookdropWarning, Injection, LinearSchedule, inject, parse
 from hookdrop.regularizers import at_rate
+from hookdrop.testing import regularizer_checks
 from tests.support.compiling import Net, graphs
 from tests.support.models import toy
+from tests.support.regularizers import EVERY
 from tests.support.tensors import zero_fraction
+from tests.unit.testing.test_regularizers import TOKENS, Zeroing
 
 X = torch.ones(64, 64, 12, 12)
 FEW = {"Dropout": X, "DropBlock": X, "DropPath": torch.ones(4096, 9), "UniformNoise": X}
@@ -98,20 +101,6 @@ def test_rates_are_right_in_code_from_the_cache_of_inductor() -> None:
 def assert_gradient_is_the_multiplier(y: Tensor, gradient: Tensor) -> None:
     """For ones, whose gradient is that of the sum of the outputs."""
     torch.testing.assert_close(gradient, y)
-
-
-def test_the_rate_may_change_between_forward_and_backward() -> None:
-    """The gradient is the multiplier of the forward, at the rate of the forward."""
-    model, drop = hooked(FEW, steps=10)
-    fast, inputs = compiled(model), inputs_of(FEW)
-    for step in (1, 9):
-        drop.seek(step)
-        outputs = fast(inputs)
-        drop.seek(10)
-        gradients = torch.autograd.grad(sum(y.sum() for y in outputs.values()), list(inputs.values()))
-        for y, gradient in zip(outputs.values(), gradients, strict=True):
-            assert_gradient_is_the_multiplier(y, gradient)
-    assert graphs() == 1
 
 
 @pytest.mark.parametrize(
@@ -293,3 +282,26 @@ def test_a_container_that_never_runs_warns_without_a_graph_break() -> None:
     with pytest.warns(HookdropWarning, match="'stage' never ran"):
         drop.step()
     assert graphs() == 1
+
+
+CHECK = "compiled_code_equals_eager_code"
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_compiled_code_equals_eager_code(name: str) -> None:
+    checks = dict(regularizer_checks(EVERY[name].regularizer, EVERY[name].example))
+    if name == "torch.nn.Dropout2d":  # breaks the graph
+        assert CHECK not in checks
+    else:
+        checks[CHECK]()
+
+
+class ReadsItsRateInTheGraph(Zeroing):
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        return super().regularize(x, self.p if torch.compiler.is_compiling() else rate)
+
+
+def test_a_broken_regularizer_fails() -> None:
+    dict(regularizer_checks(Zeroing(), TOKENS))[CHECK]()
+    with pytest.raises(AssertionError, match=CHECK):
+        dict(regularizer_checks(ReadsItsRateInTheGraph(), TOKENS))[CHECK]()

@@ -161,15 +161,6 @@ class TestBackbone:
             inject(nn.Sequential(nn.Sequential(*halves), nn.Conv2d(4, 2, 1)), dropblock_unet())
 
 
-def test_a_classifier_and_a_model_of_tokens_raise() -> None:
-    classifier = nn.Sequential(*double_conv(3, 4, True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
-    with pytest.raises(LayerError, match="returns no maps"):
-        inject(classifier, dropblock_unet(), example_input=torch.ones(2, 3, 16, 16))
-    tokens = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8))
-    with pytest.raises(LayerError, match="found no matching layer"):
-        inject(tokens, dropblock_unet(), example_input=torch.ones(2, 5, dtype=torch.long))
-
-
 def test_traced_model_keeps_its_sites() -> None:
     assert sites(torch.fx.symbolic_trace(UNet())) == sites(UNet())
 

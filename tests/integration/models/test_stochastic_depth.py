@@ -14,7 +14,7 @@ from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import SwinTransformer
 from torchvision.ops import StochasticDepth
 
-from hookdrop import InjectionError, LayerError, inject, plan
+from hookdrop import LayerError, inject, plan
 from hookdrop.recipes import stochastic_depth
 from tests.support.models import randomize_norms
 from tests.support.tensors import all_equal
@@ -143,18 +143,6 @@ def test_blocks_without_a_skip_count_toward_the_depth() -> None:
     model = timm.create_model("efficientnet_lite0", drop_path_rate=0.0)
     first = plan(model, stochastic_depth(p=0.16)).sites[0]
     assert (first.name, first.p) == ("blocks.1.1.drop_path", pytest.approx(0.16 * 2 / 15))
-
-
-def test_model_with_stochastic_depth_raises() -> None:
-    with pytest.raises(InjectionError, match=r"already has it: 'layer1\.1\.drop_path' is a \w+ at rate 0\."):
-        inject(timm.create_model("resnet26", drop_path_rate=0.1), stochastic_depth())
-
-
-def test_model_without_residual_branches_raises() -> None:
-    with torch.device("meta"):
-        model = timm.create_model("mobilenetv1_100")
-    with pytest.raises(LayerError, match="found no residual branch"):
-        inject(model, stochastic_depth(), example_input=torch.zeros(2, 3, 224, 224, device="meta"))
 
 
 def test_plan_and_inject_run_the_model_once() -> None:

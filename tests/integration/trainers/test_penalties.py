@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -191,3 +192,18 @@ def test_without_register_transformers_does_not_add_the_penalty_and_it_warns(tmp
     with pytest.warns(HookdropWarning, match="nothing read the loss terms"):
         found = fit_transformers(tmp_path, "callback", register=False, num_train_epochs=7)
     assert all_equal(weights(found), weights(fit_transformers(tmp_path, "none", num_train_epochs=7)))
+
+
+@pytest.mark.parametrize("trainer", ["fastai", "lightning", "transformers"])
+def test_specs_that_are_malformed_or_missing_are_refused(trainer: str) -> None:
+    pytest.importorskip(trainer)
+    callback: Any = importlib.import_module(f"hookdrop.integrations.{trainer}").InjectionCallback
+    with pytest.raises(TypeError, match=r"no argument 'layer'(?s:.)*layers"):
+        callback({"regularizer": "Dropout(p=0.1)", "layer": "1"})
+    with pytest.raises(TypeError, match="at least one spec"):
+        callback()
+    spec = {"regularizer": "Dropout(p=0.1)", "layers": "1"}
+    with pytest.raises(TypeError, match=r"InjectionCallback\(\*specs\)"):
+        callback([spec, spec])
+    for specs in () if trainer == "fastai" else (spec, [spec]):
+        assert repr(callback(specs=specs)) == "<InjectionCallback: 1 spec>"

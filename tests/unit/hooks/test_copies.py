@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from hookdrop import DropBlock, Dropout, Injection, InjectionError, LinearSchedule, find, inject
-from hookdrop.hooks.hook import SiteHook
 from hookdrop.recipes.base import Recipe, RecipeSite
 from tests.support.injections import half_ramped
 from tests.support.models import Small
@@ -24,22 +23,6 @@ from tests.support.training import run
 @pytest.fixture
 def drop(model: Small) -> Injection:
     return half_ramped(model)
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copy_has_independent_hooks(model: Small, drop: Injection, images: torch.Tensor, how: str) -> None:
-    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    (own,) = find(twin)
-    assert torch.equal(run(model, images), run(twin, images))
-    assert [site.p for site in own.sites] == [site.p for site in drop.sites] == [0.1, 0.2]
-    own.seek(10)
-    assert (drop.step_count, own.step_count) == (5, 10)
-    drop.remove()
-    assert own.p == 0.4
-    assert not torch.equal(run(model, images), run(twin, images))
-    own.remove()
-    assert torch.equal(run(model, images), run(twin, images))
-    assert not any(isinstance(hook, SiteHook) for m in twin.modules() for hook in m._forward_hooks.values())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A hooked layer: its mode, its output in eval mode, repeated calls and errors."""
+"""A hooked layer: mode, output in eval mode, errors. Hooks are found, removed and hidden, also after model surgery."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import DropBlock, Dropout, DropPath, LayerDrop, NEFTune, ShapeError, inject
+from hookdrop import (
+    Dropout,
+    DropPath,
+    GaussianDropout,
+    InjectionError,
+    LayerDrop,
+    NEFTune,
+    ShapeError,
+    find,
+    inject,
+    without_hooks,
+)
 from hookdrop.hooks.branch_hooks import SkipHook
 from hookdrop.recipes.base import Recipe, RecipeSite
-from tests.support.models import Small, toy
+from tests.support.models import ROWS, Small, pair, toy
 
 
 def test_eval_returns_the_layers_own_output_object() -> None:
@@ -20,17 +31,6 @@ def test_eval_returns_the_layers_own_output_object() -> None:
     inject(model := nn.Sequential(keeps), Dropout(0.5), layers="0")
     assert model.eval()(torch.ones(3)) is keeps.out
     assert model.train()(torch.ones(3)) is not keeps.out
-
-
-def test_the_mode_of_the_hooked_layer_applies(model: nn.Module, images: torch.Tensor) -> None:
-    """A submodule that its owner keeps in eval mode (frozen batch norm) is not regularized."""
-    drop = inject(model, DropBlock(0.5, 3), layers="layer1.*.bn1")
-    model.train()
-    model.layer1[0].eval()
-    with drop.recording(last=0) as m:
-        model(images)
-    assert m.totals.sites["layer1.0.bn1"].calls == 0
-    assert m.totals.sites["layer1.1.bn1"].calls == 1
 
 
 def returns_none(x: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ def test_error_inside_a_regularizer_names_the_site(model: Small, images: torch.T
     assert error.value.__notes__ == ["in hookdrop's linalg_inv at 'fc'"]
 
 
-ROWS = 23  # no other tensor has this size
+SIZE = 23  # no other tensor has this size
 
 
 def failing(m: Any, x: Tensor) -> Tensor:
@@ -90,7 +90,73 @@ def test_nothing_holds_activations(kind: str) -> None:
     gc.collect()
     for _ in range(2):
         with pytest.raises(FloatingPointError):
-            model(torch.ones(4, ROWS, 8), attention_mask=torch.ones(4, ROWS))
+            model(torch.ones(4, SIZE, 8), attention_mask=torch.ones(4, SIZE))
     gc.collect()
     alive = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    assert not [one.shape for one in alive if ROWS in one.shape]
+    assert not [one.shape for one in alive if SIZE in one.shape]
+
+
+def test_injections_with_equal_names_on_submodules_are_distinguished() -> None:
+    model = pair()
+    inject(model[0], Dropout(0.5), layers="0")
+    inject(model[1], Dropout(0.2), layers="0")
+    with pytest.raises(InjectionError):
+        find(model).state_dict()
+    assert (len(find(model)), find(model).p, find(model[1]).p) == (1, 0.5, 0.2)
+    find(model).remove()
+
+
+class TestSurgery:
+    """Quantization and fusion re-register the hooks of a module on its replacement."""
+
+    @pytest.mark.parametrize("at", ["output", "input"])
+    def test_reregistered_hooks_can_be_removed(self, at: str) -> None:
+        model = pair().eval()
+        drop = inject(model, Dropout(0.5), layers="*.0", at=at)
+        replacement = nn.Linear(8, 8).eval()
+        for hook in model[0][0]._forward_hooks.values():
+            replacement.register_forward_hook(hook)
+        for hook in model[0][0]._forward_pre_hooks.values():
+            replacement.register_forward_pre_hook(hook)
+        model[0][0] = replacement
+        clean = replacement(ROWS)
+        with without_hooks(model):
+            assert not replacement._forward_hooks
+            assert not replacement._forward_pre_hooks
+        replacement.train()
+        model[1].train()(model[0](ROWS))
+        assert not torch.equal(replacement(ROWS), clean)
+        drop.remove()
+        assert torch.equal(replacement(ROWS), clean)
+        assert not replacement._forward_hooks
+        assert not replacement._forward_pre_hooks
+
+
+def test_order_of_user_hooks_is_kept(model: nn.Module, images: torch.Tensor) -> None:
+    order: list[str] = []
+    model.fc.register_forward_hook(lambda *_: order.append("first"))
+    drop = inject(model, Dropout(0.5), layers="fc")
+    model.fc.register_forward_hook(lambda *_: order.append("second"))
+    before = [type(hook).__name__ for hook in model.fc._forward_hooks.values()]
+    with without_hooks(model):
+        assert len(model.fc._forward_hooks) == 2
+        model.fc.register_forward_hook(lambda *_: order.append("inside"))
+    assert [type(hook).__name__ for hook in model.fc._forward_hooks.values()][:3] == before
+    model(images)
+    assert order == ["first", "second", "inside"]
+    drop.remove()
+    assert len(model.fc._forward_hooks) == 3
+
+
+def test_without_hooks_keeps_ids_and_respects_removal_inside(model: nn.Module) -> None:
+    first = inject(model, Dropout(0.5), layers="fc")
+    second = inject(model, GaussianDropout(0.5), layers="fc", on_existing="stack", at="input")
+    ids = list(model.fc._forward_hooks), list(model.fc._forward_pre_hooks)
+    with without_hooks(model):
+        assert not model.fc._forward_hooks
+        assert not model.fc._forward_pre_hooks_with_kwargs
+        assert not find(model)
+        first.remove()
+    assert not model.fc._forward_hooks
+    assert list(model.fc._forward_pre_hooks) == ids[1]
+    assert find(model) == second

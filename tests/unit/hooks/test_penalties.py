@@ -22,7 +22,6 @@ from hookdrop import (
     HookdropWarning,
     Injection,
     InjectionError,
-    LinearSchedule,
     find,
     inject,
     update_bn,
@@ -79,22 +78,6 @@ def test_a_reading_sums_all_forwards_of_all_threads_and_clears_the_sum() -> None
     assert found.shape == ()
     assert drop.penalty() == 0
     assert not drop.penalty().requires_grad
-
-
-def test_schedule_p_scale_and_target_scale_it() -> None:
-    alone = nn.Sequential(net()[0])
-    first = inject(alone, ActivationPenalty(), layers="0")
-    alone(X)
-    whole = first.penalty()
-    model, drop = penalized(schedule=LinearSchedule(steps=4), p_scale={"2": 0.0})
-    for step in range(6):
-        drop.seek(step)
-        model(X)
-        torch.testing.assert_close(drop.penalty(), whole * min(1.0, step / 4))
-    drop.target_p = 3.0
-    model(X)
-    torch.testing.assert_close(drop.penalty(), 3.0 * whole)
-    assert drop.metrics()["hookdrop/activationpenalty/scale"] == 3.0
 
 
 def test_find_sums_over_names_and_skips_those_without_a_penalty() -> None:

@@ -308,12 +308,6 @@ class TestRefusals:
         with inject(model, set_dropout(), exclude=where, example_input=X).sampling():
             assert not torch.equal(evaluated(model), evaluated(model, seed=1))
 
-    def test_other_dropout_of_a_sampled_module_is_named(self) -> None:
-        model = nn.Sequential(shared()).eval()
-        own = inject(model, set_dropout(p={"**.layerdrop": 0.5}), example_input=X)
-        with pytest.raises(InjectionError, match=r"drops at a rate of 0\.3 that this injection does not have"):
-            own.predict(X)
-
     def test_step_of_eval_mode_that_training_mode_leaves_out_is_named(self) -> None:
         """As predictors of a length do."""
         rounds = toy_block(lambda m, x: drops(m, x) if m.training else drops(m, x).round())

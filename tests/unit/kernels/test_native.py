@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdrop import functional
 from hookdrop.functional import drop_block, dropout
-from hookdrop.kernels import drawing, masking
+from hookdrop.kernels import masking
 from hookdrop.kernels import native as kernel
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.random_numbers import successes
@@ -185,25 +185,6 @@ def same_with_and_without_loops(drop: Callable[[Tensor], Tensor], x: Tensor, abo
             results.append((y.detach(), *torch.autograd.grad(y, x, above)))
     assert all(map(same_bits, *results))
     assert torch.equal(results[0][0] == 0, results[0][1] == 0)
-
-
-@needs_kernel
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("per_channel", [True, False])
-@pytest.mark.parametrize("normalize", ["batch", "sample", "expected", None])
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_drop_block_is_bitwise_equal(
-    monkeypatch: pytest.MonkeyPatch, memory_format: torch.memory_format, dtype: torch.dtype, normalize: str | None,
-    per_channel: bool, sparse: bool,
-) -> None:  # fmt: skip
-    """Forward and gradient, with the same seed."""
-    monkeypatch.setattr(drawing, "_sparse", lambda *_: sparse)
-    x = torch.randn(4, 6, 12, 13).to(dtype).contiguous(memory_format=memory_format).requires_grad_()
-    above = torch.randn(x.shape).to(x)  # cast from float32: a 16-bit random number may be 0
-    settings = {"normalize": normalize, "per_channel": per_channel}
-    for count in (1, 2):
-        same_with_and_without_loops(lambda x: drop_block(x, 0.3, 3, **settings), x, above, count)
 
 
 @needs_kernel

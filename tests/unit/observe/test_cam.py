@@ -143,6 +143,11 @@ class TestOutputs:
         assert maps.shape == (1, 2, *grid)
         assert torch.equal(maps[0].flatten(1), x[0, -grid[0] * grid[1] :].T)
 
+    def test_the_channels_of_a_map_may_be_last(self) -> None:
+        x = torch.randn(2, 9, 4, 6)
+        assert torch.equal(as_map(x, (64, 96)), x)
+        assert torch.equal(as_map(x.movedim(1, -1), (64, 96)), x)
+
     def test_other_outputs_raise(self) -> None:
         for wrong in (torch.ones(1, 99, 2), torch.ones(1, 99), (torch.ones(1, 99, 2),)):
             with pytest.raises(ShapeError):

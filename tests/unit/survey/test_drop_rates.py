@@ -102,10 +102,6 @@ class TestForwards:
         assert [(rate.layer, rate.attribute) for rate in found.rates] == [("1", "rate")]
         assert found.out_of_reach == {}
 
-    def test_an_integer_0_is_a_rate(self, fake: bool) -> None:
-        model = nn.Sequential(toy(lambda net, x: F.dropout(x, net.p, net.training), p=0))
-        assert [rate.attribute for rate in find_drop_rates(model, X, fake=fake).rates] == ["p"]
-
     @pytest.mark.parametrize("name", OUT_OF_REACH)
     def test_drop_that_reads_no_attribute_is_out_of_reach(self, name: str, fake: bool) -> None:
         model, text = OUT_OF_REACH[name]

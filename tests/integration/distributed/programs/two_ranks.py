@@ -282,15 +282,6 @@ def hook_of_a_sharded_layer(regularizer: Regularizer, local: bool) -> None:
 # --- seeds
 
 
-def each_rank_gets_its_own_seed() -> None:
-    first = seed_per_rank(5)
-    masks = gathered(torch.rand(4).tolist())
-    assert masks[0] != masks[1]
-    torch.manual_seed(5)
-    assert first == seed_per_rank() == seed_per_rank(5, rank=rank())
-    assert seed_per_rank(6) == seed_per_rank(6, rank=rank())
-
-
 def about_equal_masks(problems: list[str]) -> list[str]:
     return [problem for problem in problems if "identical masks" in problem]
 
@@ -393,7 +384,6 @@ CHECKS: dict[str, Callable[[], object]] = {
         for local in (False, True)
     },
     "branches": branches_are_skipped_on_all_ranks_together,
-    "seeds": each_rank_gets_its_own_seed,
     "check": check_finds_equal_seeds_without_waiting,
     "warns once": each_rank_warns_once_about_equal_seeds,
     "equal seeds intended": a_group_declares_that_equal_seeds_are_intended,
