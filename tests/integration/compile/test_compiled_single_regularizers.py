@@ -34,7 +34,7 @@ from tests.support.compiling import graphs
 from tests.support.gradient_edits import NON_FINITE, G, Net, gradient
 from tests.support.models import toy
 from tests.support.tensors import zero_fraction
-from tests.unit.hooks.test_call_context import IDS, MASK, TokenModel, Windowed
+from tests.unit.hooks.test_hook import IDS, MASK, TokenModel, Windowed
 
 # Warnings of PyTorch itself: the compiler of 2.13 and older instantiates autograd functions; the other is of 2.6.
 pytestmark = pytest.mark.filterwarnings(

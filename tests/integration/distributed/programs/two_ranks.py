@@ -37,7 +37,7 @@ from hookdrop import (
     seed_per_rank,
 )
 from hookdrop.guards.problems import STEPS_BEFORE_WARNING
-from tests.integration.distributed.programs import language_model, penalties
+from tests.integration.distributed.programs import language_model
 from tests.integration.distributed.programs.nets import (
     Net,
     X,
@@ -389,7 +389,7 @@ CHECKS: dict[str, Callable[[], object]] = {
     "equal seeds intended": a_group_declares_that_equal_seeds_are_intended,
     "language model ddp": language_model.ddp,
     "language model fsdp": language_model.fsdp,
-    "penalties": penalties.penalties_are_part_of_the_loss_of_each_rank,
+    "penalties": language_model.penalties_are_part_of_the_loss_of_each_rank,
     "saved": saved,
 }
 
