@@ -14,6 +14,7 @@ from hookdrop import Dropout, HookdropWarning, LayerError, find, inject
 from hookdrop.guards import progress
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from tests.support.checkpointing import plain, run
+from tests.support.models import toy
 from tests.support.regularizers import EVERY, SITES
 from tests.support.tensors import all_equal
 from tests.support.transformers_models import IDS, llama
@@ -59,25 +60,20 @@ class TestTimm:
         assert not all_equal(run(model, x, plain), results[0])
 
 
-class Checkpointed(nn.Module):
+def checkpointed() -> Any:
     """Like timm: with checkpointing, containers are iterated instead of called."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        self.grad_checkpointing = False
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential(m.blocks, 2, x, use_reentrant=False) if m.on else m.blocks(x)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (
-            checkpoint_sequential(self.blocks, 2, x, use_reentrant=False) if self.grad_checkpointing else self.blocks(x)
-        )
+    return toy(forward, on=False, blocks=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
 
 
 def test_checkpointing_enabled_later_warns_without_a_handle() -> None:
     """Without a schedule, a followed optimizer or a handle, the warning comes after 20 weight updates."""
-    model = Checkpointed()
+    model = checkpointed()
     inject(model, Dropout(0.3), layers="block[s]", example_input=torch.ones(2, 8))
-    model.grad_checkpointing = True
+    model.on = True
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     for update in range(1, UPDATES_BEFORE_WARNING + 2):
         model(torch.ones(2, 8)).sum().backward()
@@ -87,7 +83,7 @@ def test_checkpointing_enabled_later_warns_without_a_handle() -> None:
 
 
 def test_model_is_watched_until_all_sites_have_run() -> None:
-    model = Checkpointed()
+    model = checkpointed()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     drop = inject(model, Dropout(0.3), layers="blocks.*")
     optimizer.step()

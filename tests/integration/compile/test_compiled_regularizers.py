@@ -41,19 +41,10 @@ def bound(name: str, p: float = 0.4) -> float:
     return 0.01 if name not in units else 5 * (p * (1 - p) / units[name]) ** 0.5 + 1 / units[name]
 
 
-class Sites(nn.Module):
+def hooked(names: Iterable[str], rate: float = 0.4, steps: int = 0) -> tuple[nn.Module, Injection]:
     """A layer for each regularizer, so that all of them are in one graph."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        super().__init__()
-        self.sites = nn.ModuleDict({name: nn.Identity() for name in names})
-
-    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: site(inputs[name]) for name, site in self.sites.items()}
-
-
-def hooked(names: Iterable[str], rate: float = 0.4, steps: int = 0) -> tuple[Sites, Injection]:
-    model = Sites(names)
+    forward = lambda m, inputs: {name: site(inputs[name]) for name, site in m.sites.items()}  # noqa: E731
+    model = toy(forward, sites=nn.ModuleDict({name: nn.Identity() for name in names}))
     given = {f"sites.{name}": at_rate(parse(TEXTS[name]), rate) for name in names}
     return model, inject(model, given, schedule=LinearSchedule(steps) if steps else None)
 
@@ -128,21 +119,16 @@ def test_dynamic_shapes_and_memory_format() -> None:
     assert graphs() == 1
 
 
-class Blocks(nn.Module):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-        self.inner = nn.Sequential(nn.Identity(), nn.Hardtanh(-9, 9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+def blocks(use_reentrant: bool) -> nn.Module:
+    inner = nn.Sequential(nn.Identity(), nn.Hardtanh(-9, 9))
+    return toy(lambda m, x: checkpoint(m.inner, x, use_reentrant=use_reentrant), inner=inner)
 
 
 @TWO
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_replays_the_mask(name: str, use_reentrant: bool) -> None:
     """The gradient is the multiplier of the forward, although the block is recomputed."""
-    model = Blocks(use_reentrant)
+    model = blocks(use_reentrant)
     drop = inject(model, TEXTS[name], layers="inner.0", schedule=LinearSchedule(4))
     fast = compiled(model, fullgraph=False)
     for step in (1, 3):
@@ -161,7 +147,7 @@ SKIP = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 def test_checkpointing_inside_one_graph(name: str) -> None:
     """A hook records that it ran, a side effect that PyTorch must be allowed to skip in the recomputation."""
     with torch._dynamo.config.patch({SKIP: True}):
-        model, x = Blocks(use_reentrant=False), FEW[name].clone().requires_grad_()
+        model, x = blocks(use_reentrant=False), FEW[name].clone().requires_grad_()
         inject(model, TEXTS[name], layers="inner.0")
         y = compiled(model)(x)
         assert_gradient_is_the_multiplier(y, *torch.autograd.grad(y.sum(), x))

@@ -34,7 +34,7 @@ from tests.support.compiling import graphs
 from tests.support.gradient_edits import NON_FINITE, G, Net, gradient
 from tests.support.models import toy
 from tests.support.tensors import zero_fraction
-from tests.unit.hooks.test_hook import IDS, MASK, TokenModel, Windowed
+from tests.unit.hooks.test_hook import IDS, MASK, TokenModel, windowed
 
 # Warnings of PyTorch itself: the compiler of 2.13 and older instantiates autograd functions; the other is of 2.6.
 pytestmark = pytest.mark.filterwarnings(
@@ -147,7 +147,7 @@ def test_the_attention_mask_reaches_a_compiled_embedding(part: str) -> None:
 
 
 def test_the_number_of_samples_reaches_a_compiled_layer() -> None:
-    model = Windowed()
+    model = windowed()
     inject(model, Spread(samples=("", 0, False)), layers="inner")
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)
     for samples in (3, 5, 7):

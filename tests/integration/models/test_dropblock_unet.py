@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from hookdrop import HookdropWarning, LayerError, functional, inject, plan
 from hookdrop.recipes import dropblock_resnet, dropblock_unet
-from tests.support.models import from_torchvision
+from tests.support.models import from_torchvision, toy
 from tests.support.tensors import all_equal
 from tests.support.training import train_step
 
@@ -57,17 +57,6 @@ def sites(model: nn.Module, shape: tuple[int, ...] = (3, 64, 64)) -> set[str]:
     return {site.name for site in planned.sites}
 
 
-class WithDropBlock(nn.Module):
-    """A convolution, followed by DropBlock."""
-
-    def __init__(self, conv: nn.Module) -> None:
-        super().__init__()
-        self.conv = conv
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.drop_block(self.conv(x), 0.18, 3)
-
-
 class TestThePapers:
     @pytest.mark.parametrize("norm", [True, False], ids=["SA-UNet", "SD-UNet"])
     def test_outputs_and_gradients_match_the_written_out_model(self, norm: bool) -> None:
@@ -76,7 +65,7 @@ class TestThePapers:
         for block in (*twin.encoder, twin.bottom, *twin.decoder):
             for index, layer in enumerate(block):
                 if isinstance(layer, nn.Conv2d):
-                    block[index] = WithDropBlock(layer)
+                    block[index] = toy(lambda m, x: functional.drop_block(m.conv(x), 0.18, 3), conv=layer)
         drop = inject(model, dropblock_unet(p=0.18, block_size=3))
         assert len(drop.sites) == 10
         theirs = train_step(twin, x)

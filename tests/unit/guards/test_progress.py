@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import Dropout, DropPath, HookdropWarning, LinearSchedule, inject
+from hookdrop import Dropout, DropPath, HookdropWarning, Injection, LinearSchedule, inject
 from hookdrop.guards import progress
 from hookdrop.guards.messages import MESSAGES
 from hookdrop.guards.plan import Planned
@@ -24,10 +24,21 @@ from tests.support.models import Small, mlp, toy
 from tests.support.training import optimize, sgd, train
 
 
+def training(steps: int = 1000, layer: str = "0") -> tuple[nn.Sequential, Injection, torch.optim.Optimizer]:
+    """A model with Dropout and a schedule at one layer, of which "1" has no weights, and an optimizer."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    return model, inject(model, Dropout(0.5), layers=layer, schedule=LinearSchedule(steps)), sgd(model)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1) -> None:
+    for _ in range(times):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+
+
 class TestSchedules:
     def test_schedule_that_is_not_advancing_warns_after_20_updates(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
+        model, *_ = training(10)
         optimize(model, UPDATES_BEFORE_WARNING)
         with pytest.warns(HookdropWarning) as caught:
             optimize(model, 2 * UPDATES_BEFORE_WARNING)
@@ -35,18 +46,13 @@ class TestSchedules:
         assert "is still at step 0 of LinearSchedule(steps=10)" in str(caught[0].message)
 
     def test_gradient_accumulation_and_recurrent_calls_do_not_count_as_updates(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
-        train(model, torch.ones(2), 1000)
+        train(training(10)[0], torch.ones(2), 1000)
 
     @pytest.mark.parametrize("how", ["loaded", "copied", "another optimizer", "stopped following"])
     def test_schedule_that_stops_advancing_warns(self, how: str) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-        optimizer = sgd(model)
+        model, drop, optimizer = training()
         drop.follow(optimizer)
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
+        update(model, optimizer)
         if how == "loaded":
             state = drop.state_dict()
             drop.remove()
@@ -61,11 +67,9 @@ class TestSchedules:
 
     def test_finished_schedule_does_not_warn(self) -> None:
         """Also if the followed optimizer is deleted."""
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1))
-        drop.follow(optimizer := sgd(model))
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
+        model, drop, optimizer = training(1)
+        drop.follow(optimizer)
+        update(model, optimizer)
         del optimizer
         gc.collect()
         optimize(model, 3 * UPDATES_BEFORE_WARNING)
@@ -76,39 +80,28 @@ class TestSchedules:
     def test_schedule_that_is_not_advancing_warns_if_the_hooked_layer_is_not_updated(
         self, layer: str, start: str
     ) -> None:
-        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        place = "1" if layer == "without weights" else "0"
-        drop = inject(model, Dropout(0.5), layers=place, schedule=LinearSchedule(1000))
+        model, drop, optimizer = training(layer="1" if layer == "without weights" else "0")
         model[0].requires_grad_(layer != "frozen")
-        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         if start == "loaded":
             drop.load_state_dict(drop.state_dict() | {"step_count": 7})
         if start == "no longer followed":
             drop.follow(optimizer)
-        if start == "deleted optimizer":
-            drop.follow(sgd(model))
-            gc.collect()
-
-        def update(times: int) -> None:
-            for _ in range(times):
-                model(torch.ones(2, 2)).sum().backward()
-                optimizer.step()
-
-        if start == "no longer followed":
-            update(3 * UPDATES_BEFORE_WARNING)
+            update(model, optimizer, 3 * UPDATES_BEFORE_WARNING)
             drop.follow(None)
         gone = start == "deleted optimizer"
+        if gone:
+            drop.follow(sgd(model))
+            gc.collect()
         text = "the optimizer that it followed no longer exists" if gone else "its schedule is not advancing"
         with pytest.warns(HookdropWarning, match=text) as caught:
-            update(2 * UPDATES_BEFORE_WARNING)
+            update(model, optimizer, 2 * UPDATES_BEFORE_WARNING)
         assert len(caught) == 1
         assert any(text in problem for problem in drop.check())
         drop.seek(1000)
         assert drop.check() == []
 
     def test_schedule_that_is_stepped_once_per_epoch_warns_at_the_second_step(self) -> None:
-        model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(100))
+        model, drop, _ = training(100, "1")
         for _ in range(2):
             optimize(model, UPDATES_BEFORE_WARNING)
             drop.step()
@@ -118,52 +111,34 @@ class TestSchedules:
 
     @pytest.mark.parametrize("drive", [lambda drop: drop.step(20), lambda drop: drop.seek(drop.step_count + 20)])
     def test_schedule_that_catches_up_after_each_epoch_does_not_warn(self, drive: Callable[[Any], None]) -> None:
-        model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(100))
+        model, drop, _ = training(100, "1")
         for _ in range(4):
             optimize(model, UPDATES_BEFORE_WARNING)
             drive(drop)
         assert drop.check() == []
 
     def test_schedule_in_epochs_warns_at_100_times_its_end(self) -> None:
-        model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(3))
-        optimizer = sgd(model)
+        model, drop, optimizer = training(3, "1")
         drop.follow(optimizer)
-        model(torch.ones(2)).sum().backward()
-        for _ in range(299):
-            optimizer.step()
+        update(model, optimizer, 299)
         with pytest.warns(HookdropWarning, match=r"LinearSchedule\(steps=3\) ended long ago.*step 300"):
             optimizer.step()
-        for _ in range(100):
-            optimizer.step()
+        update(model, optimizer, 100)
 
     def test_schedule_that_advances_at_every_batch_warns(self) -> None:
         """With accumulated gradients, it would end early. Two steps for one update are no coincidence after 20."""
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-        optimizer = sgd(model)
-
-        def train_on_batches(count: int) -> None:
-            for batch in range(count):
-                model(torch.ones(2)).sum().backward()
-                drop.step()
-                if batch % 2:
-                    optimizer.step()
-
+        model, drop, optimizer = training()
+        optimizer.register_step_post_hook(lambda *_: drop.step(2))
         with pytest.warns(HookdropWarning, match="advanced 40 times during 20 updates") as caught:
-            train_on_batches(100)
+            update(model, optimizer, 50)
         assert len(caught) == 1
 
     def test_lost_hooks_are_reported_instead_of_the_schedule(self) -> None:
         """A followed optimizer no longer counts steps once all hooks are gone."""
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(1000))
-        optimizer = sgd(model)
+        model, drop, optimizer = training(layer="2")
         drop.follow(optimizer)
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
-        model[1] = nn.Linear(2, 2)
+        update(model, optimizer)
+        model[2] = nn.Linear(2, 2)
         with pytest.warns(HookdropWarning) as caught:
             optimize(model, 3 * UPDATES_BEFORE_WARNING)
         assert [str(w.message).partition(":")[2][:29] for w in caught] == [" 1 of 1 sites lost their hook"]
@@ -173,21 +148,17 @@ class TestSchedules:
         "drive", [lambda d, o: d.step(), lambda d, o: d.seek(d.step_count + 1), lambda d, o: d.follow(o)]
     )
     def test_stepped_or_followed_schedule_does_not_warn(self, drive: Callable[..., Any]) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
-        optimizer = sgd(model)
+        model, drop, optimizer = training(10)
         drive(drop, optimizer)
         for _ in range(3 * UPDATES_BEFORE_WARNING):
-            model(torch.ones(2)).sum().backward()
-            optimizer.step()
+            update(model, optimizer)
             if not drop._states[0].followed:
                 drive(drop, optimizer)
         assert drop.check() == []
         drop.metrics()
 
     def test_rebuilt_optimizer_warns_at_its_first_step(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
+        model, drop, _ = training()
         drop.follow(sgd(model))
         gc.collect()
         with pytest.warns(HookdropWarning, match="the optimizer that it followed no longer exists"):

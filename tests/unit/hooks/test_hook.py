@@ -272,17 +272,12 @@ class Sees(Regularizer):
         return x
 
 
-class Windowed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.view(-1, 4))
+def windowed() -> Any:
+    return toy(lambda m, x: m.inner(x.view(-1, 4)), inner=nn.Linear(4, 4))
 
 
 def test_the_number_of_samples_is_that_of_the_module_around() -> None:
-    model = Windowed()
+    model = windowed()
     inject(model, Sees(samples=("", 0, False)), layers="inner")
     Sees.seen.clear()
     model(torch.zeros(3, 8))

@@ -49,13 +49,8 @@ class Attention(nn.Module):
         return y, y.mean(-1) if self.weights else mask
 
 
-class Block(nn.Module):
-    def __init__(self, weights: bool = False) -> None:
-        super().__init__()
-        self.attn = Attention(weights)
-
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return x + self.attn(x, **kwargs)[0]
+def block(weights: bool = False) -> Any:
+    return toy(lambda m, x, **kwargs: x + m.attn(x, **kwargs)[0], attn=Attention(weights))
 
 
 def shared(m: Any, x: torch.Tensor, mask: torch.Tensor, bias: Any = None) -> Any:
@@ -83,7 +78,7 @@ def dropped(model: nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 class TestSubset:
     @pytest.mark.parametrize(("p", "kept"), [(0.5, 4), (0.3, 5), (0.99, 1), (0.01, 7)])
     def test_the_branch_runs_on_the_kept_samples_only(self, p: float, kept: int) -> None:
-        model = Block()
+        model = block()
         inject(model, DropPath(p, mode="subset"), layers="attn")
         assert int(dropped(model, X).sum()) == 8 - kept
         assert model.attn.sizes == [kept]
@@ -100,7 +95,7 @@ class TestSubset:
         assert [y.shape for y in model(X)] == [(8, 5, 4), (1, 2, 5, 5), (4, 2)]
 
     def test_outputs_that_depend_on_the_samples_are_those_of_all_samples(self) -> None:
-        model = Block(weights=True)
+        model = block(weights=True)
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
         with pytest.warns(HookdropWarning, match="also returns"):
             y, weights = model.attn(X)
@@ -109,7 +104,7 @@ class TestSubset:
         assert torch.equal(weights, model.attn.linear(X).mean(-1))
 
     def test_an_argument_that_is_returned_has_all_rows(self) -> None:
-        model, mask = Block(), torch.rand(8, 1, 4)
+        model, mask = block(), torch.rand(8, 1, 4)
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
         assert model.attn(X, mask=mask)[1] is mask
 
@@ -134,7 +129,7 @@ class TestSubset:
         ids=["mask", "heads", "rope"],
     )
     def test_tables_with_as_many_rows_as_samples_are_passed_on(self, samples: int, table: dict[str, Any]) -> None:
-        model, x = Block(), X[:samples]
+        model, x = block(), X[:samples]
         clean = model(x, **table)
         inject(model, DropPath(0.5, mode="subset", scale=False), layers="attn")
         y = model(x, **table)
@@ -143,7 +138,7 @@ class TestSubset:
         assert int(same.sum()) == max(samples // 2, 1)
 
     def test_output_and_gradients_equal_those_of_row_mode_with_the_same_samples(self) -> None:
-        model, twin = Block(), Block()
+        model, twin = block(), block()
         twin.load_state_dict(model.state_dict())
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
         mask, rope = torch.rand(8, 1, 4), (torch.randn(1, 5, 4),)
@@ -158,7 +153,7 @@ class TestSubset:
 
     def test_each_sample_is_dropped_equally_often(self) -> None:
         """Within 5 standard errors over 2,000 forwards."""
-        model = Block()
+        model = block()
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
         share = torch.stack([dropped(model, X) for _ in range(2000)]).double().mean(0)
         assert (share - 0.5).abs().amax() < 5 * (0.25 / 2000) ** 0.5
@@ -169,12 +164,12 @@ class TestSubset:
         assert [site.reading for site in shown.sites] == ["N=8, runs on 6 (p=0.25)", "N=8, runs on 4 (p=0.5)"]
 
     def test_a_cache_of_keys_raises(self) -> None:
-        inject(model := Block(), DropPath(0.5, mode="subset"), layers="attn")
+        inject(model := block(), DropPath(0.5, mode="subset"), layers="attn")
         with pytest.raises(InjectionError):
             model(X, past_key_values=object())
 
     def test_an_error_in_the_branch_leaves_nothing_behind(self) -> None:
-        model = Block()
+        model = block()
         drop = inject(model, DropPath(0.5, mode="subset"), layers="attn")
         with pytest.raises(RuntimeError):
             model(torch.randn(8, 5, 3))
@@ -182,7 +177,7 @@ class TestSubset:
         assert not dropped(model, X).any()
 
     def test_the_first_call_under_autocast_has_gradients(self) -> None:
-        model = Block()
+        model = block()
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
         with torch.autocast("cpu", torch.bfloat16):
             model(X).sum().backward()

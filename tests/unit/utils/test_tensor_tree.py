@@ -131,15 +131,9 @@ def test_invalid_tensor_argument_is_an_error(tensor: Any) -> None:
         regularized_output(ONES, tensor)
 
 
-class ReturnsArguments(nn.Module):
-    """Returns its arguments."""
-
-    def forward(self, ids: Any, hidden: Any = None, *rest: Any, mask: Any = None, **more: Any) -> Any:
-        return ids, hidden, rest, mask, more
-
-
 def regularized_inputs(*args: Any, tensor: Any = None, **kwargs: Any) -> Any:
-    model = toy(lambda m, *args, **kwargs: m.inner(*args, **kwargs), inner=ReturnsArguments())
+    inner = toy(lambda m, ids, hidden=None, *rest, mask=None, **more: (ids, hidden, rest, mask, more))
+    model = toy(lambda m, *args, **kwargs: m.inner(*args, **kwargs), inner=inner)
     inject(model, Dropout(p=1.0), layers="inner", at="input", tensor=tensor)
     return model(*args, **kwargs)
 
