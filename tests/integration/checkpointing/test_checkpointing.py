@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
+    checkpoint,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
@@ -22,10 +23,37 @@ from torch.utils.checkpoint import (
 from hookdrop import Dropout, HookdropWarning, Injection, LinearSchedule, inject
 from hookdrop.hooks import checkpointing
 from hookdrop.hooks.checkpointing import is_recomputing
-from tests.support.checkpointing import MODES, Forward, non_reentrant, plain, reentrant, run
 from tests.support.models import mlp
 from tests.support.regularizers import EVERY, REPRESENTATIVE, SITES, Case
 from tests.support.tensors import all_equal
+
+Forward = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
+
+
+def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
+
+
+def non_reentrant(model: nn.Module, x: torch.Tensor, **settings: Any) -> torch.Tensor:
+    return checkpoint(model, x, use_reentrant=False, **settings)
+
+
+def reentrant(model: nn.Module, x: torch.Tensor, **settings: Any) -> torch.Tensor:
+    return checkpoint(model, x, use_reentrant=True, **settings)
+
+
+MODES = [reentrant, non_reentrant]
+
+
+def run(model: nn.Sequential, x: torch.Tensor, way: Forward, between: Callable[[], object] = lambda: None) -> list[Any]:
+    """Return the output and all gradients from a fixed seed; `between` is called between forward and backward."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = way(model, x)
+    between()
+    (y * y).sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
 
 
 def nested(way: Callable[..., torch.Tensor], model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:

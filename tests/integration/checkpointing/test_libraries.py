@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 from hookdrop import Dropout, HookdropWarning, LayerError, find, inject
 from hookdrop.guards import progress
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
-from tests.support.checkpointing import plain, run
+from tests.integration.checkpointing.test_checkpointing import plain, run
 from tests.support.models import toy
 from tests.support.regularizers import EVERY, SITES
 from tests.support.tensors import all_equal

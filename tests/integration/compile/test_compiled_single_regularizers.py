@@ -31,10 +31,10 @@ from hookdrop import (
 )
 from hookdrop.functional import drop_block
 from tests.support.compiling import graphs
-from tests.support.gradient_edits import NON_FINITE, G, Net, gradient
 from tests.support.models import toy
 from tests.support.tensors import zero_fraction
 from tests.unit.hooks.test_hook import IDS, MASK, TokenModel, windowed
+from tests.unit.regularizers.test_gradients import NON_FINITE, G, Net, gradient
 
 # Warnings of PyTorch itself: the compiler of 2.13 and older instantiates autograd functions; the other is of 2.6.
 pytestmark = pytest.mark.filterwarnings(

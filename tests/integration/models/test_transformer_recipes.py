@@ -61,16 +61,15 @@ class TestNEFTune:
         assert torch.equal(masks[1], MASK[:, :5] == 1)
 
 
-class TestLayerDrop:
-    def test_a_kv_cache_in_training_raises_with_its_config_and_generation_works(self) -> None:
-        models = {"model.config": llama(use_cache=True), "model.decoder.config": t5()}
-        models["model.decoder.config"].decoder.config.use_cache = True
-        for config, model in models.items():
-            inject(model.train(), layer_drop(p=0.5))
-            inputs = {"decoder_input_ids": IDS, "use_cache": True} if "decoder" in config else {}
-            with pytest.raises(InjectionError, match=rf"KV cache(.|\n)*\n  {config}.use_cache = False"):
-                model(IDS, **inputs)
-        models["model.config"].eval().generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
+def test_a_kv_cache_in_training_raises_with_its_config_and_generation_works() -> None:
+    models = {"model.config": llama(use_cache=True), "model.decoder.config": t5()}
+    models["model.decoder.config"].decoder.config.use_cache = True
+    for config, model in models.items():
+        inject(model.train(), layer_drop(p=0.5))
+        inputs = {"decoder_input_ids": IDS, "use_cache": True} if "decoder" in config else {}
+        with pytest.raises(InjectionError, match=rf"KV cache(.|\n)*\n  {config}.use_cache = False"):
+            model(IDS, **inputs)
+    models["model.config"].eval().generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
 def swin() -> nn.Module:
@@ -109,19 +108,18 @@ def test_models_that_do_not_call_their_projection_raise() -> None:
         inject(model, head_dropout(), example_input=torch.randn(1, 3, 32, 32))
 
 
-class TestSamplesInWindows:
-    @pytest.mark.parametrize("recipe", [head_dropout(p=0.5), DropPath(0.5)])
-    def test_a_sample_is_dropped_in_all_of_its_windows_or_in_none(self, recipe: Any) -> None:
-        model = swin().train()
-        layers = None if recipe == head_dropout(p=0.5) else "layers.0.*.0.attn"
-        drop = inject(model, recipe, layers=layers, example_input=PIXELS)
-        with drop.recording(last=9) as recording:
-            model(PIXELS)
-            model(PIXELS[:3])
-        for site in drop.sites[:2]:
-            for record, batch in zip(recording.calls(site.name), (4, 3), strict=True):
-                kept = (record.after != 0).unflatten(-1, (3, -1)).any(-1).any(1).view(batch, -1, 3)
-                assert torch.equal(kept, kept[:, :1].expand_as(kept))
+@pytest.mark.parametrize("recipe", [head_dropout(p=0.5), DropPath(0.5)])
+def test_a_sample_is_dropped_in_all_of_its_windows_or_in_none(recipe: Any) -> None:
+    model = swin().train()
+    layers = None if recipe == head_dropout(p=0.5) else "layers.0.*.0.attn"
+    drop = inject(model, recipe, layers=layers, example_input=PIXELS)
+    with drop.recording(last=9) as recording:
+        model(PIXELS)
+        model(PIXELS[:3])
+    for site in drop.sites[:2]:
+        for record, batch in zip(recording.calls(site.name), (4, 3), strict=True):
+            kept = (record.after != 0).unflatten(-1, (3, -1)).any(-1).any(1).view(batch, -1, 3)
+            assert torch.equal(kept, kept[:, :1].expand_as(kept))
 
 
 class TestPatchDropout:

@@ -172,25 +172,22 @@ class TestResume:
         assert not find(made.model)
 
 
-class TestLogs:
-    def test_reporters_receive_the_metrics(self, tmp_path: Path) -> None:
-        seen: list[dict[str, Any]] = []
+def test_reporters_receive_the_metrics(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
 
-        class Reporter(TrainerCallback):
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-                seen.append(dict(logs))
+    class Reporter(TrainerCallback):
+        def on_log(args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.append(dict(logs))
 
-        for log in (True, False):
-            made = trainer(tmp_path, logging_strategy="steps", logging_steps=1)
-            made.add_callback(Reporter())
-            InjectionCallback(BRANCHES, log=log).register(made)
-            made.train()
-            find(made.model).remove()
-            assert not any("hookdrop" in name for name in made.evaluate(made.train_dataset))
-        rates = [
-            row["hookdrop/residual_dropout/p"] for row in seen if {"loss", "hookdrop/residual_dropout/p"} <= {*row}
-        ]
-        assert rates == pytest.approx([0.3 * step / 8 for step in range(8)])
+    for log in (True, False):
+        made = trainer(tmp_path, logging_strategy="steps", logging_steps=1)
+        made.add_callback(Reporter())
+        InjectionCallback(BRANCHES, log=log).register(made)
+        made.train()
+        find(made.model).remove()
+        assert not any("hookdrop" in name for name in made.evaluate(made.train_dataset))
+    rates = [row["hookdrop/residual_dropout/p"] for row in seen if {"loss", "hookdrop/residual_dropout/p"} <= {*row}]
+    assert rates == pytest.approx([0.3 * step / 8 for step in range(8)])
 
 
 def test_ranks_draw_different_masks_at_equal_rates(tmp_path: Path) -> None:

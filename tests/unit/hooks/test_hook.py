@@ -112,30 +112,27 @@ def test_injections_with_equal_names_on_submodules_are_distinguished() -> None:
     find(model).remove()
 
 
-class TestSurgery:
-    """Quantization and fusion re-register the hooks of a module on its replacement."""
-
-    @pytest.mark.parametrize("at", ["output", "input"])
-    def test_reregistered_hooks_can_be_removed(self, at: str) -> None:
-        model = pair().eval()
-        drop = inject(model, Dropout(0.5), layers="*.0", at=at)
-        replacement = nn.Linear(8, 8).eval()
-        for hook in model[0][0]._forward_hooks.values():
-            replacement.register_forward_hook(hook)
-        for hook in model[0][0]._forward_pre_hooks.values():
-            replacement.register_forward_pre_hook(hook)
-        model[0][0] = replacement
-        clean = replacement(ROWS)
-        with without_hooks(model):
-            assert not replacement._forward_hooks
-            assert not replacement._forward_pre_hooks
-        replacement.train()
-        model[1].train()(model[0](ROWS))
-        assert not torch.equal(replacement(ROWS), clean)
-        drop.remove()
-        assert torch.equal(replacement(ROWS), clean)
+@pytest.mark.parametrize("at", ["output", "input"])
+def test_reregistered_hooks_can_be_removed(at: str) -> None:
+    model = pair().eval()
+    drop = inject(model, Dropout(0.5), layers="*.0", at=at)
+    replacement = nn.Linear(8, 8).eval()
+    for hook in model[0][0]._forward_hooks.values():
+        replacement.register_forward_hook(hook)
+    for hook in model[0][0]._forward_pre_hooks.values():
+        replacement.register_forward_pre_hook(hook)
+    model[0][0] = replacement
+    clean = replacement(ROWS)
+    with without_hooks(model):
         assert not replacement._forward_hooks
         assert not replacement._forward_pre_hooks
+    replacement.train()
+    model[1].train()(model[0](ROWS))
+    assert not torch.equal(replacement(ROWS), clean)
+    drop.remove()
+    assert torch.equal(replacement(ROWS), clean)
+    assert not replacement._forward_hooks
+    assert not replacement._forward_pre_hooks
 
 
 def test_order_of_user_hooks_is_kept(model: nn.Module, images: torch.Tensor) -> None:

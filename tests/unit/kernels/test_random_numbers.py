@@ -16,7 +16,17 @@ from torch.func import vmap
 
 from hookdrop.kernels import random_numbers
 from hookdrop.kernels.random_numbers import rand, rand_like, randint, randn_like, replayed, successes, trials
-from tests.support.bernoulli import CPU, MIN_P_VALUE, RATES, Sampler, by_successes, by_trials, gaps, numbers, positions
+from tests.statistics.test_bernoulli import (
+    CPU,
+    MIN_P_VALUE,
+    RATES,
+    Sampler,
+    by_successes,
+    by_trials,
+    gaps,
+    numbers,
+    positions,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 X = torch.zeros(2, 3, 4, 5, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
