@@ -46,7 +46,6 @@ def saved(out: Path) -> dict[str, Any]:
 
 
 def differences(a: Any, b: Any) -> list[str]:
-    """Return the paths at which two checkpoints are not bit-equal."""
     leaves_a, leaves_b = (dict(pytree.tree_flatten_with_path(state)[0]) for state in (a, b))
     assert leaves_a.keys() == leaves_b.keys()
     return [pytree.keystr(path) for path, value in leaves_a.items() if not _same(value, leaves_b[path])]

@@ -84,7 +84,6 @@ TUTORIALS = ROOT / "examples" / "tutorials"
 
 @pytest.fixture(autouse=True)
 def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The figures that a tutorial shows."""
     shown: list[Any] = []
 
     def show() -> None:
@@ -101,8 +100,6 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 @pytest.fixture
 def run(figures: list[Any], capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a tutorial; return its variables and what it prints."""
-
     def run(name: str, count: int) -> tuple[dict[str, Any], str]:
         variables = runpy.run_path(str(TUTORIALS / f"{name}.py"))
         assert len(figures) == count

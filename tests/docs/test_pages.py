@@ -86,7 +86,6 @@ def test_every_row_about_robustness_names_a_test() -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of the headings of a page."""
     titles = re.findall(r"^##* (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 

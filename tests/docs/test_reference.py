@@ -25,7 +25,6 @@ PACKAGES = {"observe", "recipes"}
 
 
 def listed(module: ModuleType) -> list[str]:
-    """The names that the reference lists under a module."""
     sections = re.split(r"^\.\. currentmodule:: (.*)$", TEXT, flags=re.M)
     texts = [text for name, text in zip(sections[1::2], sections[2::2], strict=True) if name == module.__name__]
     return [name for text in texts for name in re.findall(r"^   (\w+)$", text, re.M)]

@@ -32,7 +32,6 @@ def build(folder: Path, out: Path, target: str = "wheel", **settings: str) -> su
 
 
 def built(folder: Path, out: Path, target: str = "wheel", **settings: str) -> Path:
-    """Build a wheel or a source distribution, and return its path."""
     done = build(folder, out, target, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = out.iterdir()

@@ -109,7 +109,6 @@ def with_more_in_the_first_half(count: int, p: float) -> Tensor:
 
 
 def in_pairs(count: int, p: float) -> Tensor:
-    """Each trial determines two positions."""
     return (torch.rand(-(-count // 2), dtype=torch.float64) < p).repeat_interleave(2)[:count].nonzero().flatten()
 
 

@@ -56,7 +56,6 @@ def masks(
 
 
 def codes(maps: Tensor) -> np.ndarray:
-    """Encode each map as an integer: (samples, channels)."""
     bits = 2 ** torch.arange(math.prod(maps.shape[2:]))
     return (maps.flatten(2) * bits).sum(2).numpy()
 
@@ -101,7 +100,6 @@ def all_masks(sizes: tuple[int, ...], edges: tuple[int, ...], gamma: float) -> d
 
 
 def whole_masks(drawn: Tensor, sizes: tuple[int, ...], edges: tuple[int, ...], p: float) -> float:
-    """The p-value of the distribution of masks."""
     probabilities = all_masks(sizes, edges, gamma_for(sizes, edges, p))
     numbers = sorted(probabilities)
     found = codes(drawn).flatten()

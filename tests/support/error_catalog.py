@@ -93,7 +93,6 @@ def half(step: int) -> float:
 
 
 def train(model: nn.Module, steps: int = 30, optimizer: Any = None) -> None:
-    """Some optimizer steps."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 1e-3)
     for _ in range(steps):
         sum(parameter.square().sum() for parameter in model.parameters()).backward()
@@ -684,12 +683,10 @@ CASES: list[tuple[str, partial[None]]] = [(title, partial(run_code, code.strip()
 
 
 def code_of(function: partial[None]) -> str:
-    """The code of a case."""
     return str(function.args[0])
 
 
 def provoke(function: partial[None]) -> list[str]:
-    """The error and the warnings of one case."""
     torch.manual_seed(0)
     gc.collect()
     with warnings.catch_warnings(record=True) as caught:

@@ -41,5 +41,4 @@ def scheduled(**optimizer: object) -> tuple[nn.Module, Injection, torch.optim.Op
 
 
 def halve(x: torch.Tensor) -> torch.Tensor:
-    """A function that can be injected."""
     return x / 2

@@ -26,7 +26,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run(model: nn.Module, images: Tensor) -> Tensor:
-    """The output for a fixed seed."""
     torch.manual_seed(1)
     return model(images)
 
@@ -38,7 +37,6 @@ def backward(model: nn.Module, scale: float = 1.0) -> Tensor:
 
 
 def gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Parameter gradients by name."""
     model.zero_grad()
     model(images).square().sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

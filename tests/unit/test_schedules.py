@@ -32,8 +32,6 @@ from tests.support.models import pair
 
 
 class TensorSchedule(Schedule):
-    """Not a dataclass, and returns a tensor."""
-
     def __call__(self, step: int) -> Any:
         return torch.tensor(0.5)
 

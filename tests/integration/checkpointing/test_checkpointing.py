@@ -61,7 +61,6 @@ def nested(way: Callable[..., torch.Tensor], model: nn.Sequential, x: torch.Tens
 
 
 def save_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """A policy for selective checkpointing."""
     saved = operation is torch.ops.aten.tanh.default
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -30,7 +30,6 @@ Results = list[dict[str, tuple[Any, list[str]]]]
 
 
 def run_program(folder: Path, program: str, *arguments: object, ranks: int) -> Results:
-    """The results of a program; it runs once."""
     files = [folder / f"rank{rank}.json" for rank in range(ranks)]
     if not files[0].exists():
         run_ranks(PROGRAMS / f"{program}.py", folder, *arguments, ranks=ranks)

@@ -30,7 +30,6 @@ def example() -> ModuleType:
 
 
 def in_one_process(example: ModuleType, *arguments: str) -> str:
-    """What a run without ranks prints."""
     with redirect_stdout(StringIO()) as printed:
         example.main([*shlex.split(TINY), *arguments])
     return printed.getvalue()

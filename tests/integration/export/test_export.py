@@ -66,7 +66,6 @@ def onnx(model: nn.Module, x: torch.Tensor, dynamo: bool) -> bytes:
 
 
 def exported(model: nn.Module, x: torch.Tensor, strict: bool) -> Any:
-    """The nodes of the graph and its signature."""
     program = torch.export.export(model, (x,), strict=strict)
     assert not any(site.called for drop in find(model) for site in drop.sites)
     assert torch.equal(program.module()(x), model(x))

@@ -25,8 +25,6 @@ DROPBLOCK = "DropBlock(p=0.1, block_size=7)"
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line must not download anything."""
-
     def refuse(*args: object) -> NoReturn:
         raise AssertionError("the command line opened a connection")
 
@@ -35,8 +33,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command that succeeds, and return its output lines."""
-
     def run(*argv: str) -> list[str]:
         code = main(argv)
         out, err = capsys.readouterr()
@@ -48,8 +44,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
 
 @pytest.fixture
 def run_error(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run a command that fails, and return its error message."""
-
     def run_error(*argv: str) -> str:
         code = main(argv)
         out, err = capsys.readouterr()
@@ -62,7 +56,6 @@ def run_error(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def cells(lines: list[str], name: str) -> list[str]:
-    """Return the table row of a layer."""
     (row,) = [re.split(r"\s{2,}", line.strip()) for line in lines if line.split()[:1] == [name]]
     return row[1:]
 

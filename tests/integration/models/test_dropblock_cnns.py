@@ -28,7 +28,6 @@ SMALL = {"channels": (8, 16, 16, 32), "stem_width": 8}
 
 
 def conv_norm(layers: Any, x: Tensor, drop: Drop) -> Tensor:
-    """Run layers in order, with DropBlock after each norm."""
     for layer in layers:
         if isinstance(layer, nn.Sequential):
             x = conv_norm(layer, x, drop)

@@ -29,7 +29,6 @@ timm = pytest.importorskip("timm")
 
 
 def branch_of(block: Any, x: Tensor) -> Tensor:
-    """The residual branch, written out."""
     return block.bn2(block.conv2(F.relu(block.bn1(block.conv1(x)))))
 
 
@@ -53,7 +52,6 @@ def images() -> Tensor:
 
 @pytest.fixture
 def x() -> Tensor:
-    """The input of the last block."""
     return torch.rand(8, 16, 4, 4)
 
 
@@ -64,7 +62,6 @@ class skips_only(dropblock_resnet):
 
 
 def hooked(model: Any, p: float = 0.5) -> Any:
-    """Apply the recipe only to the skips, and return the last block."""
     inject(model, skips_only(p=p, block_size=2), name="dropblock_resnet")
     return model.layer4[1]
 

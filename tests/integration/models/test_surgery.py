@@ -29,7 +29,6 @@ def drop(model: Small) -> Injection:
 
 
 def hooked_modules(model: nn.Module) -> list[str]:
-    """Return the current names of the modules that have a hook of hookdrop."""
     return [
         name
         for name, module in model.named_modules()

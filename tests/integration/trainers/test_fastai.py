@@ -35,7 +35,6 @@ RATE = "hookdrop/dropout/p"
 
 class Data(TensorDataset):
     def new_empty(self) -> Data:
-        """The data of an exported learner."""
         return Data(*(tensor[:0] for tensor in self.tensors))
 
 
@@ -79,7 +78,6 @@ def learner(folder: Path) -> Learner:
 
 
 def ramp(first: int, last: int, total: int = 0) -> Any:
-    """The rates of the steps from `first` to before `last`."""
     return pytest.approx([0.4 * step / (total or last) for step in range(first, last)])
 
 

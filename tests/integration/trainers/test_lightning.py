@@ -97,7 +97,6 @@ def trainer(*callbacks: Any, **settings: Any) -> Any:
 
 
 def rates(steps: int, p: float = 0.3) -> Any:
-    """The rates of a ramp over the whole training."""
     return pytest.approx([p * step / steps for step in range(steps)])
 
 

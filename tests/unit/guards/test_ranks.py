@@ -169,8 +169,6 @@ def test_equal_seeds_do_not_warn_before_training_or_while_disabled(model: Small,
 
 
 class CountingStore(dist.Store):
-    """Counts the requests to a store."""
-
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
         self.store, self.requests = store, 0

@@ -47,8 +47,6 @@ def drop(model: Small) -> Injection:
 
 @dataclass(frozen=True)
 class skips(Recipe):
-    """A recipe with an identity skip."""
-
     def sites(self, model: nn.Module, survey: Any) -> list[RecipeSite]:
         return [RecipeSite("layer1.0", Dropout(0.5), at="skip", branch="conv1")]
 
@@ -111,8 +109,6 @@ def test_handle_stored_as_attribute_is_copied_with_its_model(images: torch.Tenso
 
 
 class Counts(Dropout):
-    """A regularizer with mutable state."""
-
     calls: Any = 0
 
     def regularize(self, x: torch.Tensor, rate: Any) -> torch.Tensor:
@@ -338,8 +334,6 @@ def test_step_in_another_thread_during_a_probe_is_not_lost() -> None:
     """It may wait for the probe or count during the probe."""
 
     class Trains(nn.Linear):
-        """Calls `drop.step()` in another thread, once."""
-
         thread: threading.Thread | None = None
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:

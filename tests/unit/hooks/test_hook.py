@@ -255,8 +255,6 @@ class TestAttentionMask:
 
 
 class Sees(Regularizer):
-    """Records what it receives."""
-
     needs = ("samples",)
     seen: list[Any] = []
 

@@ -189,8 +189,6 @@ class TestResume:
 
 
 class OtherOptimizer:
-    """Not a torch optimizer."""
-
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
 

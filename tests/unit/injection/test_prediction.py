@@ -168,7 +168,6 @@ class TestInput:
 
 
 def returns(function: Any) -> nn.Module:
-    """A model that returns what a function makes of its input."""
     return toy(lambda m, x: function(m.drop(x)), drop=nn.Identity())
 
 

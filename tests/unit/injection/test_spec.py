@@ -62,8 +62,6 @@ class OwnSchedule(LinearSchedule):
 
 @dataclass(frozen=True)
 class OwnRamp(Schedule):
-    """A custom schedule."""
-
     half: int
 
     def __call__(self, step: int) -> float:
@@ -85,7 +83,6 @@ class every_linear(Recipe):
 
 
 def blocks() -> nn.Module:
-    """Two blocks with two Linear layers each."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
 
 
@@ -255,7 +252,6 @@ class TestRecipe:
 
 
 def changed(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Return a state with other values in each injection."""
     injections = {name: one | changes for name, one in saved["injections"].items()}
     return saved | {"injections": injections}
 

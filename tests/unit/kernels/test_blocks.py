@@ -34,8 +34,6 @@ def dense(blocks: Blocks, seeds: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A geometry with seeds."""
-
     blocks: Blocks
     seeds: Tensor
     channels: int

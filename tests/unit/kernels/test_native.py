@@ -48,7 +48,6 @@ def counts(seeds: Tensor, blocks: Blocks) -> Tensor | None:
 
 @contextmanager
 def pytorch_only() -> Iterator[None]:
-    """Disable the compiled loops."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "_library", None)
         assert not kernel.available()
@@ -202,8 +201,6 @@ class TrivialSubclass(Tensor):
 
 
 class PassThroughMode(TorchDispatchMode):
-    """Intercepts every operation and runs it."""
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         return func(*args, **(kwargs or {}))
 

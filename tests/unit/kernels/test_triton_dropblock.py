@@ -61,7 +61,6 @@ def drawn(
 
 
 def dilated(seeds: Tensor, blocks: Blocks) -> Tensor:
-    """The blocks of the seeds, by brute force."""
     mask = torch.zeros_like(seeds)
     for seed in seeds.nonzero():
         window = mask[seed[0], seed[1]]

@@ -42,8 +42,6 @@ class Block(nn.Module):
 
 
 class ReadOnly(nn.Module):
-    """Its rate cannot be set."""
-
     def __init__(self) -> None:
         super().__init__()
         vars(self)["rate"] = 0.3

@@ -44,8 +44,6 @@ class Own(Regularizer):
 
 
 class TensorRate(Own):
-    """Stores its rate as a tensor."""
-
     rate: Any = Rate("p")
 
     def __init__(self, p: float = 0.1) -> None:
@@ -54,8 +52,6 @@ class TensorRate(Own):
 
 
 class DropsASetting(Own):
-    """Does not store its second setting."""
-
     rate: Any = Rate("p")
 
     def __init__(self, p: float = 0.1, scale: float = 2.0) -> None:

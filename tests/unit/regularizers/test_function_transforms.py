@@ -35,8 +35,6 @@ def test_cases_cover_every_regularizer() -> None:
 
 
 def seeded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `function` draw the same masks in each call."""
-
     def call(*args: Any) -> Any:
         torch.manual_seed(3)
         return function(*args)

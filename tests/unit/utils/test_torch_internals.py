@@ -32,8 +32,6 @@ from tests.support.programs import ROOT
 
 
 class RecordingMode(TorchDispatchMode):
-    """Records the operations that it intercepts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
@@ -318,8 +316,6 @@ def test_was_loaded() -> None:
 
 
 class Seeing(TorchFunctionMode):
-    """Records the functions that it sees."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []

@@ -93,7 +93,6 @@ def check_training(wrapped: nn.Module, inner: nn.Module, twin: nn.Module) -> Non
 
 
 def placed() -> tuple[nn.Module, nn.Module]:
-    """A hooked model and a copy of it."""
     torch.manual_seed(0)
     model = LanguageModel()
     place(model)

@@ -25,8 +25,6 @@ X = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 
 
 class Block(nn.Module):
-    """A residual block."""
-
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
@@ -104,7 +102,6 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 def output(net: nn.Module) -> list[float]:
-    """Some outputs in eval mode."""
     with torch.no_grad():
         y = net.eval()(X)
     net.train()
