@@ -29,8 +29,8 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def spec(layers: str) -> InjectionSpec:
-    return InjectionSpec("ActivationPenalty(l2=2.0, slowness=0)", layers=layers)
+def callbacks(cls: Any, penalty: str, layers: str) -> list[Any]:
+    return [cls(InjectionSpec("ActivationPenalty(l2=2.0, slowness=0)", layers=layers))] if penalty == "callback" else []
 
 
 def keep(layer: nn.Module) -> list[Tensor]:
@@ -58,6 +58,7 @@ def fit_lightning(
     from lightning.pytorch.plugins import MixedPrecision
 
     from hookdrop.integrations.lightning import InjectionCallback
+    from tests.integration.trainers.test_lightning import trainer
 
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -82,15 +83,10 @@ def fit_lightning(
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
-    settings |= (
-        {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))} if scaled else {}
-    )
-    trainer = lightning.Trainer(
-        callbacks=[InjectionCallback(spec("model.0"))] if penalty == "callback" else [],
-        max_epochs=1, accelerator="cpu", default_root_dir=folder, **quiet, **settings,
-    )  # fmt: skip
-    trainer.fit(model := Classifier(), DataLoader(TensorDataset(X, Y), batch_size=4))
+    if scaled:
+        settings["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+    made = trainer(*callbacks(InjectionCallback, penalty, "model.0"), max_epochs=1, default_root_dir=folder, **settings)
+    made.fit(model := Classifier(), DataLoader(TensorDataset(X, Y), batch_size=4))
     return model
 
 
@@ -117,9 +113,9 @@ def fit_fastai(folder: Path, penalty: str, samples: int = 0) -> nn.Module:
         DataLoaders(Loader(data, bs=4), Loader(data, bs=4)), model, loss_func=loss, path=folder,
         opt_func=lambda params, lr: OptimWrapper(params, torch.optim.SGD, lr=lr),
     )  # fmt: skip
-    callbacks = [InjectionCallback(spec("0"))] if penalty == "callback" else []
+    accumulation = [GradientAccumulation(samples)] if samples else []
     with learn.no_bar(), learn.no_logging():
-        learn.fit(1, 0.1, cbs=[*callbacks, *([GradientAccumulation(samples)] if samples else [])])
+        learn.fit(1, 0.1, cbs=[*callbacks(InjectionCallback, penalty, "0"), *accumulation])
     return model
 
 
@@ -128,10 +124,11 @@ def fit_transformers(
 ) -> nn.Module:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
     from transformers.utils import logging as log
 
     from hookdrop.integrations.transformers import InjectionCallback
+    from tests.integration.trainers.test_transformers import trainer
     from tests.support import transformers_models
 
     log.set_verbosity_error()
@@ -148,18 +145,11 @@ def fit_transformers(
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             return loss + 2 * kept[0].pow(2).mean() if penalty == "by hand" and model.training else loss
 
-    tokens = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(16)]
-    defaults: dict[str, Any] = {
-        "num_train_epochs": 2, "per_device_train_batch_size": 4, "report_to": [], "save_strategy": "no",
-        "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", "learning_rate": 0.1, "optim": "sgd",
-        "eval_strategy": "epoch", "lr_scheduler_type": "constant",
-    }  # fmt: skip
-    args = TrainingArguments(output_dir=str(folder), **(defaults | settings))
-    callback = InjectionCallback(spec("model.layers.0.mlp")) if penalty == "callback" else None
-    others = None if callback is None or register else [callback]
-    made = ByHand(model, args, train_dataset=tokens, eval_dataset=tokens, callbacks=others)
-    if callback is not None and register:
-        callback.register(made)
+    sgd = {"learning_rate": 0.1, "optim": "sgd", "eval_strategy": "epoch", "lr_scheduler_type": "constant"}
+    given = callbacks(InjectionCallback, penalty, "model.layers.0.mlp")
+    made = trainer(folder, *(given if register else []), model=model, cls=ByHand, **sgd, **settings)
+    if given and not register:
+        made.add_callback(given[0])
     made.train()
     return model
 

@@ -56,7 +56,7 @@ def llama() -> LlamaForCausalLM:
     return transformers_models.llama(use_cache=True)
 
 
-def trainer(folder: Path, *callbacks: Any, model: Any = None, **settings: Any) -> Trainer:
+def trainer(folder: Path, *callbacks: Any, model: Any = None, cls: Any = Trainer, **settings: Any) -> Trainer:
     tokens = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(16)]
     defaults: dict[str, Any] = {
         "num_train_epochs": 2, "per_device_train_batch_size": 4, "report_to": [], "save_strategy": "no",
@@ -64,7 +64,7 @@ def trainer(folder: Path, *callbacks: Any, model: Any = None, **settings: Any) -
     }  # fmt: skip
     args = TrainingArguments(output_dir=str(folder), **(defaults | settings))
     model = {"model_init": llama} if model is None else {"model": model}
-    made = Trainer(args=args, train_dataset=tokens, callbacks=[SeedSteps()], **model)
+    made = cls(args=args, train_dataset=tokens, eval_dataset=tokens, callbacks=[SeedSteps()], **model)
     for callback in callbacks:
         callback.register(made) if isinstance(callback, InjectionCallback) else made.add_callback(callback)
     return made
