@@ -104,9 +104,7 @@ def test_final_weights_load_into_a_plain_model(whole: Path) -> None:
         assert right.float().mean().item() == pytest.approx(saved(whole)["history"][-1][reported], abs=0.0021)
 
 
-def test_finetune_on_a_folder_prints_the_measured_rate(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finetune_prints_the_measured_rate(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run(tmp_path, DROPOUT, f"--data {folder} --limit 30 --epochs 1 --ramp 0")
     settings = saved(tmp_path)["settings"]
     assert (settings["classes"], settings["images"]) == (["circle", "square"], 30)
@@ -166,9 +164,7 @@ def test_existing_run_is_not_overwritten(whole: Path, words: str, said: str) -> 
     assert (whole / "last.pt").read_bytes() == before
 
 
-def test_step_skipped_by_the_scaler_does_not_count(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_skipped_step_does_not_count(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []
 
     def overflows_once(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

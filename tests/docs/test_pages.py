@@ -40,9 +40,7 @@ def restored() -> Iterator[None]:
 @pytest.mark.parametrize(
     "page", [README, *(page for page in PAGES if any(block.kind == "code" for block in blocks_of(page)))], ids=name_of
 )
-def test_code_blocks_run_and_print_the_documented_output(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_run_and_print_their_output(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in re.findall(r"^<!-- requires: (.*) -->$", page.read_text(), re.M):
         for library in text.split(", "):
             pytest.importorskip(library, reason=reason_for(library), exc_type=ImportError)

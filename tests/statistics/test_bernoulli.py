@@ -147,8 +147,6 @@ def test_trials_are_independent(sampler: Sampler, p: float, lag: int) -> None:
         *product((pairs,), (at_too_high_a_rate, in_pairs)),
     ],
 )
-def test_the_statistics_reject_wrong_samplers(
-    statistic: Callable[[Sampler, float], float], sampler: Sampler, p: float
-) -> None:
+def test_wrong_samplers_are_rejected(statistic: Callable[[Sampler, float], float], sampler: Sampler, p: float) -> None:
     """A rate off by 5%, gaps off by one, a slope of 5%, trials in pairs."""
     assert statistic(sampler, p) < MIN_P_VALUE / 100

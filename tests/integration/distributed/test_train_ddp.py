@@ -64,9 +64,7 @@ def test_the_example_resumes_with_other_ranks_and_wrappers(three_runs: tuple[Pat
     assert losses == sorted(losses, reverse=True)
 
 
-def test_the_example_saves_plain_weights_and_one_checkpoint(
-    example: ModuleType, three_runs: tuple[Path, list[str]]
-) -> None:
+def test_it_saves_plain_weights_and_one_checkpoint(example: ModuleType, three_runs: tuple[Path, list[str]]) -> None:
     out, printed = three_runs
     model = example.timm.create_model("test_resnet", num_classes=10)
     model.load_state_dict(torch.load(out / "model.pt", weights_only=True), strict=True)
@@ -78,9 +76,7 @@ def test_the_example_saves_plain_weights_and_one_checkpoint(
     assert re.search(r"measured on rank 0(.|\n)*eval output bit-identical", printed[2])
 
 
-def test_a_resumed_run_of_the_example_ends_bit_equal(
-    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_ends_bit_equal(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example.Digits, "__len__", lambda self: 64)
     whole, parts = (["--batch-size=16", f"--out={tmp_path / name}"] for name in ("whole", "parts"))
     for settings in (whole, [*parts, "--stop-after-epoch=2"], [*parts, "--resume"]):
@@ -94,9 +90,7 @@ def test_a_resumed_run_of_the_example_ends_bit_equal(
     assert not dist.is_initialized()
 
 
-def test_ranks_split_the_images_without_duplicates(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_share_no_image(example: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each rank has equally many; otherwise the ranks of FSDP would deadlock. Batches must be divisible, too."""
     images = [(torch.zeros(1), 100 + i) for i in range(10)]
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)

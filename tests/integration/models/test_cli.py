@@ -102,9 +102,7 @@ def test_models_are_on_the_meta_device_or_reproducible_and_keep_the_rng_state() 
     [("resnet18", size, "the input size") for size in ("big", "0", "64x", "-64", "1x3x64x64")]
     + [("vit_tiny_patch16_224", "64", "Input height (64) doesn't match")],
 )
-def test_input_size_overrides_the_default_or_is_an_error(
-    run: Any, run_error: Any, name: str, size: str, text: str
-) -> None:
+def test_input_size_is_used_or_an_error(run: Any, run_error: Any, name: str, size: str, text: str) -> None:
     for right, shape in ("64", "1x3x64x64"), ("3x96x64", "1x3x96x64"):
         assert f"input {shape}" in run("layers", "resnet18", "--only", "fc", "--input-size", right)[0]
     assert text in run_error("layers", name, f"--input-size={size}")

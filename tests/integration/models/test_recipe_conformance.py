@@ -10,19 +10,7 @@ import timm
 import torch
 from torch import nn
 
-from hookdrop.recipes import (
-    drop_key,
-    dropblock_resnet,
-    dropblock_unet,
-    head_dropout,
-    layer_drop,
-    neftune,
-    patch_dropout,
-    residual_dropout,
-    set_dropout,
-    stochastic_depth,
-    timm_dropblock,
-)
+from hookdrop import recipes
 from hookdrop.testing import check_recipe
 from tests.integration.models.test_dropblock_unet import UNet
 from tests.support.models import randomize_norms
@@ -40,19 +28,19 @@ def resnet() -> nn.Module:
 
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 CASES: dict[str, tuple[Any, Callable[[], nn.Module], Any]] = {
-    "stochastic_depth": (stochastic_depth(p=0.5), resnet, IMAGES),
-    "stochastic_depth (subset)": (stochastic_depth(p=0.5, mode="subset"), vit, IMAGES),
-    "dropblock_resnet": (dropblock_resnet(p=0.3, block_size=3), resnet, IMAGES.repeat(1, 1, 2, 2)),
-    "timm_dropblock": (timm_dropblock(p=0.3), resnet, IMAGES.repeat(1, 1, 2, 2)),
-    "dropblock_unet": (dropblock_unet(p=0.3, block_size=3), UNet, IMAGES),
-    "layer_drop": (layer_drop(p=0.5), llama, IDS),
-    "residual_dropout": (residual_dropout(p=0.3), llama, {"input_ids": IDS}),
-    "head_dropout": (head_dropout(p=0.4), vit, IMAGES),
-    "drop_key": (drop_key(p=0.4), vit, IMAGES),
-    "drop_key (causal)": (drop_key(p=0.4), llama, IDS),
-    "patch_dropout": (patch_dropout(p=0.5), vit, IMAGES),
-    "neftune": (neftune(), llama, IDS),
-    "set_dropout": (set_dropout(p=0.3), lambda: vit(drop_rate=0.1), IMAGES),
+    "stochastic_depth": (recipes.stochastic_depth(p=0.5), resnet, IMAGES),
+    "stochastic_depth (subset)": (recipes.stochastic_depth(p=0.5, mode="subset"), vit, IMAGES),
+    "dropblock_resnet": (recipes.dropblock_resnet(p=0.3, block_size=3), resnet, IMAGES.repeat(1, 1, 2, 2)),
+    "timm_dropblock": (recipes.timm_dropblock(p=0.3), resnet, IMAGES.repeat(1, 1, 2, 2)),
+    "dropblock_unet": (recipes.dropblock_unet(p=0.3, block_size=3), UNet, IMAGES),
+    "layer_drop": (recipes.layer_drop(p=0.5), llama, IDS),
+    "residual_dropout": (recipes.residual_dropout(p=0.3), llama, {"input_ids": IDS}),
+    "head_dropout": (recipes.head_dropout(p=0.4), vit, IMAGES),
+    "drop_key": (recipes.drop_key(p=0.4), vit, IMAGES),
+    "drop_key (causal)": (recipes.drop_key(p=0.4), llama, IDS),
+    "patch_dropout": (recipes.patch_dropout(p=0.5), vit, IMAGES),
+    "neftune": (recipes.neftune(), llama, IDS),
+    "set_dropout": (recipes.set_dropout(p=0.3), lambda: vit(drop_rate=0.1), IMAGES),
 }
 
 

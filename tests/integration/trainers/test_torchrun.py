@@ -36,9 +36,7 @@ def program() -> str:
     return definitions + next(code for code in codes if "init_process_group" in code)
 
 
-def test_ranks_have_equal_steps_and_weights_and_different_masks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_have_equal_weights_and_different_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(program() + REPORT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

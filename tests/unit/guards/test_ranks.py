@@ -56,9 +56,7 @@ def test_seed_per_rank_is_idempotent(unseeded: None) -> None:
     assert seed_per_rank() == seed_per_rank(4) != seed
 
 
-def test_the_rank_comes_from_torchrun_before_init_process_group(
-    unseeded: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank_comes_from_torchrun_before_init(unseeded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = seed_per_rank(3)
     monkeypatch.setenv("RANK", "1")
     assert seed_per_rank(3) == seed_per_rank(3, rank=1) != alone == seed_per_rank(3, rank=0)

@@ -248,9 +248,7 @@ class TestContexts:
         assert torch.equal(evaluated(model), evaluated(model, seed=1))
 
     @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-    def test_nothing_remains_after_an_exception_in_a_forward(
-        self, model: nn.Sequential, own: Injection, error: type[BaseException]
-    ) -> None:
+    def test_nothing_remains_after_an_exception(self, model: nn.Sequential, own: Injection, error: Any) -> None:
         before = footprint(model)
 
         def fail(*call: Any) -> None:

@@ -154,9 +154,7 @@ def test_counts_are_equal(case: tuple[Tensor, Blocks, Tensor, Tensor], count: in
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_supported_inputs_use_the_compiled_loops(
-    dtype: torch.dtype, shared: bool, memory_format: torch.memory_format
-) -> None:
+def test_supported_inputs_use_the_loops(dtype: torch.dtype, shared: bool, memory_format: torch.memory_format) -> None:
     """Otherwise the comparisons above would compare PyTorch with itself."""
     blocks = Blocks(2, 1 if shared else 4, (9, 9), (3, 3))
     seeds, one = some_seeds(blocks, 0.1), torch.tensor(1.0, dtype=torch.float64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,7 +113,7 @@ class TestNoSideEffects:
         assert torch.equal(grad_cam(model, images, "layer2", 1), expected)
         assert not any(site.called for site in find(model).sites)
 
-    def test_grad_cam_between_a_forward_and_its_backward(self, model: Small, images: torch.Tensor) -> None:
+    def test_between_a_forward_and_its_backward(self, model: Small, images: torch.Tensor) -> None:
         twin = copy.deepcopy(model)
         loss = model(images).square().sum()
         grad_cam(model, images, "layer2")
@@ -123,9 +122,7 @@ class TestNoSideEffects:
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
     @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-    def test_grad_cam_under_no_grad_and_inference_mode(
-        self, model: Small, images: torch.Tensor, context: Callable[[], object]
-    ) -> None:
+    def test_under_no_grad_and_inference_mode(self, model: Small, images: torch.Tensor, context: Any) -> None:
         expected = grad_cam(model, images, "layer2")
         with context():
             assert torch.equal(grad_cam(model, images.clone(), "layer2"), expected)
@@ -189,9 +186,7 @@ class TestErrors:
         with pytest.raises(RuntimeError, match="must match the existing size"):
             grad_cam(model, images, "layer2", [1, 2, 3])
 
-    def test_missing_library_error_says_what_to_install(
-        self, model: Small, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_missing_library(self, model: Small, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pytorch_grad_cam", None)
         with pytest.raises(HookdropError, match="pip install"):
             grad_cam(model, images, "layer2")

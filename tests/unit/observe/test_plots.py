@@ -87,9 +87,7 @@ class TestRecordings:
         [((4, 20, 6), (20, 6), "tokens x channels"), ((4, 6), (4, 6), "samples x units"), ((6,), (6, 1), "samples x units")],
         ids=str,
     )  # fmt: skip
-    def test_tokens_and_features_are_one_image_each(
-        self, shape: tuple[int, ...], size: tuple[int, ...], label: str
-    ) -> None:
+    def test_tokens_are_one_image_each(self, shape: tuple[int, ...], size: tuple[int, ...], label: str) -> None:
         with inject(model := nn.Sequential(nn.Identity()), Dropout(0.5), layers="0").recording() as r:
             model(torch.randn(shape))
         figure = r.plot_features()

@@ -220,9 +220,7 @@ class TestScaleActivationGradFactor:
 
 
 @pytest.mark.parametrize(("regularizer", "rate"), [(ScaleActivationGrad(-1.0), -1.0), (ClipActivationGrad(1.0), None)])
-def test_probe_says_that_forwards_are_unchanged_and_an_edit_may_have_no_rate(
-    regularizer: Regularizer, rate: Any
-) -> None:
+def test_probe_says_that_forwards_are_unchanged(regularizer: Regularizer, rate: Any) -> None:
     model = Net()
     result = (drop := inject(model, regularizer, layers="inner")).probe(torch.randn(4, 4))
     assert result.rows()[0] == ("inner", "-" if rate is None else "-1.000", "-", "1.000", 3)
