@@ -198,7 +198,7 @@ def test_random_states_and_modes_are_restored() -> None:
     assert not one.training
 
 
-# --- recipes; tests/integration/models/test_recipe_conformance.py checks hookdrop's
+# --- recipes; tests/integration/models/test_stochastic_depth.py checks hookdrop's
 
 IMAGES = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
