@@ -17,8 +17,10 @@ from tests.support.programs import ROOT, load
 
 PAGE = (ROOT / "docs" / "gallery.md").read_text()
 
-for _needed in ("matplotlib", "sklearn", "torchvision"):
+for _needed in ("pytorch_grad_cam", "sklearn", "timm", "torchvision"):
     pytest.importorskip(_needed)
+matplotlib = pytest.importorskip("matplotlib")
+plt = pytest.importorskip("matplotlib.pyplot")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,6 @@ def test_program_writes_the_committed_page(gallery: Any, tmp_path: Path, monkeyp
 
 
 def test_see_prints_results_and_draws_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("pytorch_grad_cam")
     from PIL import Image
 
     result = load(ROOT / "examples" / "see.py").main(["--steps", "12", "--out", str(tmp_path / "see.png")])
@@ -73,11 +74,6 @@ def test_how_it_works_draws_the_pictures_of_the_pages(tmp_path: Path) -> None:
     assert all(0.5 < path.stat().st_size / (committed / path.name).stat().st_size < 2 for path in tmp_path.iterdir())
     assert all(path.stat().st_size < 400_000 for path in committed.iterdir())
 
-
-matplotlib = pytest.importorskip("matplotlib")
-plt = pytest.importorskip("matplotlib.pyplot")
-for _needed in ("pytorch_grad_cam", "sklearn", "timm", "torchvision"):
-    pytest.importorskip(_needed)
 
 TUTORIALS = ROOT / "examples" / "tutorials"
 

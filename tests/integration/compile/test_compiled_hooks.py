@@ -1,33 +1,51 @@
-"""Attention scores, regularized parameters and loss terms in compiled code, and Grad-CAM of compiled models."""
+"""Scores, parameters, loss terms and Grad-CAM in compiled code, and code that recomputes the forward in the backward pass."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import vmap
 from torch.overrides import _len_torch_function_stack
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hookdrop import (
     ActivationPenalty,
+    DropBlock,
     DropKey,
     Dropout,
+    Dropout2d,
+    DropPath,
+    GaussianDropout,
+    HookdropWarning,
     Injection,
     InjectionError,
     LinearSchedule,
     Mixout,
+    MixStyle,
     Regularizer,
+    ShakeDrop,
+    UniformNoise,
     inject,
 )
+from hookdrop.functional import drop_path
+from hookdrop.kernels import random_numbers, triton_dropblock
 from hookdrop.observe import grad_cam
-from tests.support.compiling import graphs
+from tests.integration.compile.test_compiled_regularizers import SKIP
+from tests.support.compiling import Net, graphs
 from tests.support.models import Small, toy
+from tests.support.regularizers import OWN, Case
+from tests.support.tensors import styled, zero_fraction
 
 # Warnings of PyTorch itself: if a graph takes a tensor with a history or resumes after a break; the other is of 2.6.
 pytestmark = pytest.mark.filterwarnings(
@@ -287,3 +305,239 @@ def test_grad_cam_of_compiled_and_data_parallel_models(model: Small, images: tor
     fast(images)
     assert torch.equal(grad_cam(fast, images, "layer2"), expected)
     assert torch.equal(grad_cam(nn.DataParallel(model), images, "layer2"), expected)
+
+
+config = torch._functorch.config
+region_budget: Any = getattr(torch.autograd.graph, "region_activation_memory_budget", None)
+PARTITIONED = "aot_eager_decomp_partition"
+"""The fastest backend that recomputes."""
+
+replays = pytest.mark.skipif(torch.__version__ < (2, 11), reason="this PyTorch cannot repeat random operators")
+
+ONE_OF_EACH = {
+    type(case.regularizer): case for case in reversed(OWN.values()) if "output" in case.places or case.acts_on_scores
+}
+CASES = {cls: case for cls, case in ONE_OF_EACH.items() if case.derives}
+"""The others: gradient edits draw in the backward pass only, MixStyle and ShakeDrop are tested below."""
+
+
+def low_budget(budget: float = 0.0) -> Any:
+    return config.patch(activation_memory_budget=budget)
+
+
+class Branches(nn.Module):
+    """One branch for each case, so that all regularizers are in one graph.
+
+    Few operations besides theirs, because a budget of 0.5 would recompute those first.
+    """
+
+    def __init__(self, cases: list[Case]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(case.layer for case in cases)
+        for number, case in enumerate(cases):
+            inject(self, case.regularizer, layers=f"branches.{number}", name=str(number))
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        return [branch(x).square().sum() for branch, x in zip(self.branches, inputs, strict=True)]
+
+
+@replays
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+def test_gradients_match_finite_differences(budget: float) -> None:
+    """The derivative along one direction, for the same masks. Float64, relative error at most 1e-6."""
+    with low_budget(budget):
+        fast = torch.compile(Branches(list(CASES.values())), backend=PARTITIONED, fullgraph=True)
+        inputs = [case.input(torch.float64) for case in CASES.values()]
+        directions = [torch.randn_like(x) for x in inputs]
+
+        def at(distance: float) -> tuple[list[Tensor], list[Tensor]]:
+            torch.manual_seed(11)
+            moved = [(x + distance * d).requires_grad_() for x, d in zip(inputs, directions, strict=True)]
+            return moved, fast(moved)
+
+        moved, values = at(0.0)
+        gradients = torch.autograd.grad(sum(values), moved)
+        high, low = at(1e-5)[1], at(-1e-5)[1]
+    for cls, gradient, direction, above, below in zip(CASES, gradients, directions, high, low, strict=True):
+        expected = (above - below).item() / 2e-5
+        assert (gradient * direction).sum().item() == pytest.approx(expected, rel=1e-6), cls
+        assert expected, f"{cls}: choose a seed that keeps something"
+
+
+def site() -> nn.Module:
+    """tanh, then a site. The gradient depends on the numbers drawn there."""
+    return toy(lambda self, x: self.site(x.tanh()), site=nn.Identity())
+
+
+def check_gradient(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """For a site that multiplies, the gradient of the output's square is a function of the output."""
+    x.requires_grad_()
+    y = call(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    t = x.detach().tanh()
+    torch.testing.assert_close(gradient, 2 * y.detach() ** 2 * (1 - t * t) / t)
+
+
+MULTIPLYING = {"DropBlock": DropBlock(0.4, 3), "GaussianDropout": GaussianDropout(0.4)}
+
+
+@replays
+@pytest.mark.filterwarnings("ignore")  # raised by the compiler
+def test_one_graph_serves_all_rates_and_shapes() -> None:
+    """Memory format and dtype are kept."""
+    model = site()
+    drop = inject(model, GaussianDropout(0.4), layers="site", schedule=LinearSchedule(4))
+    with low_budget():
+        fast = torch.compile(model, fullgraph=True, dynamic=True)
+        for step in (1, 2, 3):
+            drop.seek(step)
+            check_gradient(fast, torch.ones(8 + step, 4, 8, 8))
+        assert graphs() == 1
+        x = torch.ones(4, 4, 8, 8, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+        y = torch.compile(DropBlock(0.4, 3), backend=PARTITIONED, fullgraph=True)(x.requires_grad_())
+    assert (y.dtype, y.is_contiguous(memory_format=torch.channels_last)) == (torch.bfloat16, True)
+
+
+@replays
+def test_mixstyle_and_shake_drop() -> None:
+    """MixStyle's gradient is the factor of each channel; ShakeDrop keeps the same samples in both passes."""
+    model = toy(lambda self, x, ones: (self.mix(x), self.shake(ones)), mix=nn.Identity(), shake=nn.Identity())
+    inject(model, {"mix": MixStyle(1.0, alpha=5.0), "shake": ShakeDrop(0.5)})
+    x, ones = styled().double().requires_grad_(), torch.ones(1000, 2, requires_grad=True)
+    with low_budget():
+        y, shaken = torch.compile(model, backend=PARTITIONED, fullgraph=True)(x, ones)
+        gradient, backward = torch.autograd.grad(y.sum() + shaken.sum(), (x, ones))
+    factor = (y[..., :1, :1] - y[..., 1:2, 1:2]) / (x[..., :1, :1] - x[..., 1:2, 1:2])
+    torch.testing.assert_close(gradient, factor.detach().expand_as(x))
+    assert 400 < (shaken[:, 0] == 2).sum() < 600
+    assert torch.equal(backward == 2, shaken == 2)
+
+
+@replays
+@pytest.mark.skipif(region_budget is None, reason="this PyTorch has no budgets for regions")
+@pytest.mark.parametrize("covered", [True, False])
+def test_region(covered: bool) -> None:
+    """If regions may cover a part of the graph, their budget also applies to what was traced before them."""
+    if not covered and not hasattr(config, "activation_memory_budget_require_full_coverage"):
+        pytest.skip("in this PyTorch, regions must cover the whole graph")
+    model = site()
+    inject(model, DropPath(0.5), layers="site")
+
+    def forward(x: Tensor) -> Tensor:
+        with region_budget(0.0) if covered else nullcontext():
+            y = model(x)
+        with region_budget(0.0):
+            return y * 1.0
+
+    partial = nullcontext() if covered else config.patch(activation_memory_budget_require_full_coverage=False)
+    with partial:
+        check_gradient(torch.compile(forward, backend=PARTITIONED, fullgraph=True), torch.ones(64, 2))
+
+
+class TestWarningsAndErrors:
+    @pytest.mark.parametrize("theirs", [nn.RReLU(), nn.functional.dropout], ids=["module", "function"])
+    def test_functions_of_other_libraries_in_the_graph_warn(self, theirs: Any) -> None:
+        model = Net()
+        inject(model, theirs, layers="inner")
+        x = torch.ones(4, 4, requires_grad=True)
+        torch.compile(model, backend=PARTITIONED)(x)
+        torch.compiler.reset()
+        with low_budget(), pytest.warns(HookdropWarning, match="at 'inner': with an activation_memory_budget below 1"):
+            torch.compile(model, backend=PARTITIONED)(x)
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute")  # raised by dynamo
+    def test_modules_outside_the_graph_are_right(self) -> None:
+        model = site()
+        inject(model, nn.Dropout2d(0.5), layers="site")
+        with low_budget():
+            check_gradient(torch.compile(model, backend=PARTITIONED), torch.ones(8, 8, 2, 2))
+
+    @pytest.mark.filterwarnings("ignore:Dynamo does not know")
+    def test_transforms_need_a_budget_of_1(self) -> None:
+        def slices(x: Tensor) -> Tensor:
+            return vmap(lambda x: drop_path(x, 0.5), randomness="different")(x)
+
+        self.check_unsupported(slices, torch.ones(3, 8, 4))
+
+    @pytest.mark.filterwarnings("ignore:Dynamo does not know", "ignore:The .grad attribute")  # raised by dynamo
+    def test_pytorch_before_2_11_needs_a_budget_of_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(random_numbers, "can_replay_random_operators", lambda: False)
+        model = site()
+        inject(model, DropPath(0.5), layers="site")
+        self.check_unsupported(model, torch.ones(64, 4))
+        check_gradient(torch.compile(model, backend=PARTITIONED), torch.ones(64, 4))
+
+    def check_unsupported(self, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        """An error that names the setting under fullgraph; otherwise the code runs uncompiled."""
+        with low_budget():
+            with pytest.raises(
+                torch._dynamo.exc.Unsupported, match="activation_memory_budget = 1, or remove fullgraph"
+            ):
+                torch.compile(call, backend="eager", fullgraph=True)(x)
+            assert 0.0 < zero_fraction(torch.compile(call, backend="eager")(x)) < 1.0
+
+
+def save_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def save_draws(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    random = torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+    return CheckpointPolicy.MUST_SAVE if random else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@replays
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, SKIP), reason=f"this PyTorch has no {SKIP}")
+@pytest.mark.parametrize(
+    ("policy", "budget", "name"),
+    [(save_nothing, 1.0, "DropBlock"), (save_draws, 1.0, "GaussianDropout"), (save_draws, 0.0, "DropBlock")],
+)
+def test_selective_checkpointing(policy: Any, budget: float, name: str) -> None:
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    forward = lambda self, x: checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)  # noqa: E731
+    model = toy(forward, inner=site())
+    inject(model, MULTIPLYING[name], layers="inner.site")
+    with low_budget(budget), torch._dynamo.config.patch({SKIP: True}):
+        check_gradient(torch.compile(model, backend=PARTITIONED, fullgraph=True), torch.ones(4, 4, 8, 8))
+
+
+@pytest.mark.filterwarnings("ignore")  # raised by the compiler
+def test_max_autotune() -> None:
+    model = site()
+    drop = inject(model, DropBlock(0.4, 3, normalize=None), layers="site", schedule=LinearSchedule(4))
+    fast = torch.compile(model, fullgraph=True, mode="max-autotune")
+    for step in (2, 4):
+        drop.seek(step)
+        check_gradient(fast, torch.ones(16, 16, 20, 20))
+        assert zero_fraction(fast(torch.ones(16, 16, 20, 20))) == pytest.approx(0.1 * step, abs=0.03)
+
+
+def test_numbers_that_are_not_fused_have_the_right_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where fused numbers are faulty in some versions of PyTorch."""
+    monkeypatch.setattr(random_numbers, "_must_not_fuse", lambda device: True)
+    model, x = nn.Sequential(nn.Identity(), nn.Identity()), torch.ones(64, 64, 12, 12)
+    inject(model, {"0": Dropout2d(0.4), "1": UniformNoise(0.4)})
+    y = torch.compile(model, backend=PARTITIONED, fullgraph=True)(x)
+    dropped = (y[..., 0, 0] == 0).double().mean().item()
+    assert dropped == pytest.approx(0.4, abs=0.03)
+    assert (y[y != 0] * (1 - 0.4)).std().item() * 3**0.5 == pytest.approx(0.4, abs=0.01)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 needs a CUDA device for fake CUDA tensors")
+@pytest.mark.parametrize("faulty", [True, False])
+def test_draws_on_cuda_are_fused_unless_that_is_faulty(faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors. If fused numbers are faulty, every regularizer draws by an operator that cannot be fused."""
+    monkeypatch.setattr(random_numbers, "has_faulty_random_kernels", lambda: faulty)
+    monkeypatch.setattr(triton_dropblock, "usable", lambda device: False)
+    cases = list(ONE_OF_EACH.values()) if faulty else [ONE_OF_EACH[GaussianDropout]]
+    drawing: set[Any] = set()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nodes = [node for part in graph.modules() for node in part.graph.nodes]
+        drawing.update(node.target for node in nodes if "rand" in str(node.target))
+        return graph
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = [torch.empty(case.shape, device="cuda", requires_grad=True) for case in cases]
+        torch.compile(Branches(cases), backend=backend, fullgraph=True)(inputs)
+    assert drawing == {torch.ops.hookdrop.random_numbers.default if faulty else torch.randn_like}

@@ -15,9 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 from hookdrop import Dropout, DropPath, HookdropWarning, LayerError, LinearSchedule, TokenDropout, find, inject
 from hookdrop.functional import drop_block
 from hookdrop.utils import names as wrapper_names
-from tests.support.injections import scheduled
 from tests.support.models import Small, from_timm, names, toy
-from tests.support.training import backward
+from tests.support.training import backward, scheduled
 
 
 @pytest.mark.parametrize("scale", [True, False])

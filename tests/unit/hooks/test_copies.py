@@ -33,11 +33,10 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.recipes.base import Recipe, RecipeSite
-from tests.support.injections import half_ramped
 from tests.support.leaks import no_leaks
 from tests.support.models import Small, without_zeros
 from tests.support.tensors import zero_fraction
-from tests.support.training import run
+from tests.support.training import half_ramped, run
 
 
 @pytest.fixture

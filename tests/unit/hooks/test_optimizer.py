@@ -14,8 +14,7 @@ from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, Injection, LinearSchedule, inject
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
-from tests.support.injections import scheduled
-from tests.support.training import backward
+from tests.support.training import backward, scheduled
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])

@@ -27,10 +27,9 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.hooks.registry import hooks_of
-from tests.support.injections import layer
 from tests.support.models import ROWS, Small, mlp, pair
 from tests.support.tensors import zeroed
-from tests.support.training import sgd
+from tests.support.training import layer, sgd
 
 
 def rates(drop: Injection) -> list[Any]:

@@ -29,9 +29,8 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.injection.verbs import place
-from tests.support.injections import UNCHANGED
 from tests.support.models import Small, toy
-from tests.support.training import sgd
+from tests.support.training import UNCHANGED, sgd
 
 
 def no_rate(x: torch.Tensor) -> torch.Tensor:

@@ -35,8 +35,8 @@ from hookdrop import (
     plan,
 )
 from hookdrop.recipes.base import Recipe, RecipeSite
-from tests.support.injections import halve, injected
 from tests.support.models import Small, pair
+from tests.support.training import halve, injected
 
 DROPOUT = {"regularizer": "Dropout(p=0.1)", "layers": "0"}
 

@@ -27,7 +27,7 @@ from hookdrop import (
 )
 from hookdrop.functional import drop_block
 from hookdrop.regularizers import REGULARIZERS, as_regularizer
-from tests.support.injections import halve
+from tests.support.training import halve
 
 
 class Own(Regularizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from hookdrop import (
     seed_per_rank,
 )
 from tests.integration.distributed.programs.nets import assert_close, gathered, mean_gradients
+from tests.support.models import toy
 
 IDS = torch.arange(24).view(4, 6)
 MASK = torch.ones(4, 6, dtype=torch.long)
@@ -47,16 +49,11 @@ class Layer(nn.Module):
         return x + self.mlp(x).relu()
 
 
-class LanguageModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(24, 16), nn.ModuleList([Layer(), Layer()]), nn.Linear(16, 24)
-
-    def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def forward(m: Any, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    x = m.embed(ids)
+    for layer in m.layers:
+        x = layer(x)
+    return m.head(x)
 
 
 def place(model: nn.Module) -> None:
@@ -94,7 +91,8 @@ def check_training(wrapped: nn.Module, inner: nn.Module, twin: nn.Module) -> Non
 
 def placed() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    model = LanguageModel()
+    layers = nn.ModuleList([Layer(), Layer()])
+    model = toy(forward, embed=nn.Embedding(24, 16), layers=layers, head=nn.Linear(16, 24))
     place(model)
     return model, copy.deepcopy(model)
 
@@ -111,15 +109,12 @@ def fsdp() -> None:
     check_training(model, model, twin)
 
 
-class Net(nn.Module):
-    def __init__(self, checkpointed: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.checkpointed = nn.Linear(8, 16), nn.Linear(16, 8), checkpointed
+def two_layers(checkpointed: bool = False) -> nn.Module:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.second(torch.tanh(checkpoint(m.first, x, use_reentrant=False) if checkpointed else m.first(x)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = checkpoint(self.first, x, use_reentrant=False) if self.checkpointed else self.first(x)
-        return self.second(torch.tanh(h))
+    torch.manual_seed(0)
+    return toy(forward, first=nn.Linear(8, 16), second=nn.Linear(16, 8))
 
 
 def by_hand(h: torch.Tensor) -> torch.Tensor:
@@ -127,7 +122,7 @@ def by_hand(h: torch.Tensor) -> torch.Tensor:
 
 
 def check(model: nn.Module, x: torch.Tensor) -> None:
-    twin = Net()
+    twin = two_layers()
     right = mean_gradients(twin, twin(x).square().mean() + by_hand(twin.first(x)))
     for _ in range(2):
         model.zero_grad()
@@ -135,8 +130,8 @@ def check(model: nn.Module, x: torch.Tensor) -> None:
         assert_close({name.removeprefix("module."): one.grad for name, one in model.named_parameters()}, right)
 
 
-def hooked(checkpointed: bool = False) -> Net:
-    model = Net(checkpointed)
+def hooked(checkpointed: bool = False) -> nn.Module:
+    model = two_layers(checkpointed)
     inject(model, ActivationPenalty(), layers="first")
     return model
 
