@@ -161,10 +161,7 @@ def test_a_layer_without_scores_is_an_error() -> None:
 # --- regularized parameters
 
 
-@pytest.mark.parametrize(
-    ("regularizer", "backend"),
-    [(Mixout(p=0.5), "inductor"), (Dropout(p=0.5), "aot_eager")],
-)
+@pytest.mark.parametrize(("regularizer", "backend"), [(Mixout(p=0.5), "inductor"), (Dropout(p=0.5), "aot_eager")])
 def test_compiled_layers_use_regularized_weights(regularizer: Regularizer, backend: str) -> None:
     """A dropped element of a weight has no gradient; its share is right within 4 standard errors."""
     model = nn.Sequential(nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 100))
