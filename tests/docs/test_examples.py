@@ -1,7 +1,5 @@
 """The examples run end to end with tiny settings and report correct results."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

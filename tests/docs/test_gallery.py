@@ -1,7 +1,5 @@
 """The gallery matches the output of `examples/gallery.py`; every tutorial runs as a plain script and prints what its text says."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import subprocess

@@ -1,7 +1,5 @@
 """The blocks of the README and of every page run in order and print the documented output; links resolve; readers can use them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Pages that list what the package has: the reference, docstring examples, the method matrix, the architecture, coming from."""
 
-from __future__ import annotations
-
 import copy
 import doctest
 import importlib

@@ -1,7 +1,5 @@
 """What a release contains: its metadata, the wheels with and without the compiled loops, and the source distribution."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

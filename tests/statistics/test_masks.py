@@ -6,8 +6,6 @@ p-value of its statistic is below `MIN_P_VALUE`. The seed in conftest.py fixes t
 test in ten thousand. Every statistic is also validated against wrong samplers and rates, which it rejects.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Run the code blocks of a Markdown page in order, and compare what they print with the documented output."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

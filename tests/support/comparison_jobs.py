@@ -1,7 +1,5 @@
 """Jobs without training for tests of the engines: each succeeds or fails in a specific way."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -2,8 +2,6 @@
 
 # ruff: noqa: F401  # CODE uses further names
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Models without hooks, and the names that patterns select in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

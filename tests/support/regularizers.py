@@ -3,8 +3,6 @@
 A regularizer that can be created as `Dropout(0.3)` and accepts `Case.shape` needs no entry in the table.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Comparison, measurement and creation of tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

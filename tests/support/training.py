@@ -1,7 +1,5 @@
 """Models with an injection, forwards, backward passes and short trainings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """`import hookdrop`: public names, the table of regularizers, `parse`; arguments that a class does not have, and signatures."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

@@ -1,7 +1,5 @@
 """Schedules are pure functions of the step."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from dataclasses import dataclass

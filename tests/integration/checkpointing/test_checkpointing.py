@@ -1,7 +1,5 @@
 """Activation checkpointing: a recompute draws the masks of its forward at its rate, or warns; also in timm and transformers."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

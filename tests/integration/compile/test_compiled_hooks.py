@@ -1,7 +1,5 @@
 """Scores, parameters, loss terms and Grad-CAM in compiled code, and code that recomputes the forward in the backward pass."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Compiled models: hooks take effect immediately, at the right rate."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Regularizers in compiled code: what every one does, and what only some do."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable

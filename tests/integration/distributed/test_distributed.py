@@ -3,8 +3,6 @@
 The checks are in `programs/two_ranks.py`, which runs once; an error in a check fails all tests, with its traceback.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Traces, exports and scripts of hooked models. Nothing becomes a constant without an error or a warning."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

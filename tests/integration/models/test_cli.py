@@ -1,7 +1,5 @@
 """The command line with timm and torchvision models: output and errors."""
 
-from __future__ import annotations
-
 import re
 import socket
 import subprocess

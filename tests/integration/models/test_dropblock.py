@@ -1,7 +1,5 @@
 """The recipes of DropBlock, validated against papers written out, and checked on the models of other libraries."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Built-in dropout of transformers, and residual dropout for decoders that have none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Regularizers, models and wrappers of other libraries: references, layers that never run, names of layers, optimizers."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

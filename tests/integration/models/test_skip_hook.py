@@ -1,7 +1,5 @@
 """Dropping the identity skip of a residual block: two pre-hooks that compute f(x) + D(x)."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

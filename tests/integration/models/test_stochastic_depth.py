@@ -1,7 +1,5 @@
 """Stochastic depth, validated against the libraries' own, or at rate 1 where they have none; every recipe in a small model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Module surgery after inject: lost hooks are reported, kept hooks work, moved and copied hooks are found."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re

@@ -1,7 +1,5 @@
 """The recipes neftune, layer_drop, head_dropout, patch_dropout and drop_key on models of transformers, timm and torchvision."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """New processes: what the package imports there, a new regularizer, saved models, native loops and Triton kernels."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

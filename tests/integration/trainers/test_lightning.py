@@ -1,7 +1,5 @@
 """`hookdrop.integrations.lightning.InjectionCallback`."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import dataclasses

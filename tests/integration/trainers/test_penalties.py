@@ -1,7 +1,5 @@
 """The callbacks for trainers add the loss terms of penalties: the weights equal those of the terms written by hand."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`hookdrop.integrations.transformers.InjectionCallback`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Automatic warnings during training, what `check` reports, and no false alarms."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re

@@ -1,7 +1,5 @@
 """Seeds of ranks: `seed_per_rank`, and warnings about ranks with equal seeds. The ranks share a store in one process."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

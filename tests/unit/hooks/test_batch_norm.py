@@ -1,7 +1,5 @@
 """The warning about batch-norm statistics that are collected while hooks drop, and `update_bn`, which collects those without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

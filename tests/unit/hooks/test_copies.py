@@ -1,7 +1,5 @@
 """Copies of hooked models are complete and independent: deepcopy, EMA, pickle, torch.save. Thread safety, and no leaks."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

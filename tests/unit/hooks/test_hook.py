@@ -1,7 +1,5 @@
 """A hooked layer: its output, errors, and what comes from the call in progress. Hooks are found, removed and hidden."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

@@ -1,7 +1,5 @@
 """`follow` counts each optimizer step exactly once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial, reduce

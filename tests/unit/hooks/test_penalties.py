@@ -1,7 +1,5 @@
 """Loss terms: the formula, its shapes and settings; collected in training forwards, read once, and never kept for long."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

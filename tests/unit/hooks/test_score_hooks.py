@@ -1,7 +1,5 @@
 """DropKey inside layers: attention written out with the same mask, kernels, checkpoints, errors and interrupts."""
 
-from __future__ import annotations
-
 import copy
 import math
 import threading

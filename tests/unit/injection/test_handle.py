@@ -1,7 +1,5 @@
 """Handles: rates, contexts, reports, and several injections on one model. test_state_machine.py has orders of calls."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import warnings

@@ -1,7 +1,5 @@
 """`set_dropout` samples, measures and records the dropout that a model already has, and changes nothing else."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`predict`: Monte Carlo statistics of a model with active hooks, for a batch or a loader; `samples`: sample by sample."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Arguments of `inject` and `plan`, tables and warnings of plans, and modules that need special treatment."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is saved of an injection: the spec, plain values that are placed again, and the state; recipes are such values."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

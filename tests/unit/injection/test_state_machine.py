@@ -1,7 +1,5 @@
 """Any order of the calls of a handle, on a model and its copies, compared with a model of a few lines."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Applying a mask is a linear map: all kinds of derivatives, and no effect of dropped values."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The compiled loops give bitwise the same results as PyTorch operations, or are not used."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Nothing synchronizes on a CUDA device. Fake CUDA tensors, which have no values, raise at a synchronization."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,8 +3,6 @@
 tests/integration/compile/test_compiled_hooks.py tests when compiled code calls it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

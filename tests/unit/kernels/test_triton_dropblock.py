@@ -1,7 +1,5 @@
 """The Triton kernels, on a GPU if there is one, else in Triton's interpreter (see tests/conftest.py)."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Contents of the figures, not their pixels. Grad-CAM is that of its paper, and changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import io
 import random

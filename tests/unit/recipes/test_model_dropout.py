@@ -1,7 +1,5 @@
 """`set_dropout` changes the rates of the dropout that a model has, by a schedule or at once, and restores them."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The base class, classes of users, and what regularizers refuse; docs/errors.md has the texts."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from typing import Any

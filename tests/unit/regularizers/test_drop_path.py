@@ -1,7 +1,5 @@
 """DropPath on a subset of the batch against DropPath by rows; LayerDrop; HeadDropout against a brute-force loop."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any

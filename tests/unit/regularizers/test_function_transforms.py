@@ -1,7 +1,5 @@
 """`torch.func`, double backward, tensor subclasses, and the contexts in which a model is built, hooked and run."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Dropout against PyTorch's functions, shared masks, `hookdrop.functional`; DropBlock's rates and axes; Cutout's squares."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Gradient edits change only the gradient of the hooked tensor, and leave the forward pass unchanged."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

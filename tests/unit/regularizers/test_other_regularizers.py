@@ -1,7 +1,5 @@
 """Noise, styles, dropped tokens and Masksembles against the formulas and codes of their papers."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

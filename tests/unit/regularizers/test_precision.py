@@ -1,7 +1,5 @@
 """Low precision, autocast and default dtypes, unusual tensors and in-place operations, and layers that return several tensors."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

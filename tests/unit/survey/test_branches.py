@@ -1,7 +1,5 @@
 """Residual branches are found from the additions of a forward, and blocks and stages of CNNs, with names of no library."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """`find_drop_rates` finds the attributes that random drops read their rates from, by running the model."""
 
-from __future__ import annotations
-
 import random
 import weakref
 from types import SimpleNamespace

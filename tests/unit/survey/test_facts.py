@@ -1,7 +1,5 @@
 """A survey is kept while model, settings and example stay the same; a trace records every value; neither leaves anything."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """What a survey finds of image patches, token embeddings, samples and the heads of attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

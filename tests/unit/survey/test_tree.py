@@ -1,7 +1,5 @@
 """The tree of layers: its patterns select what its rows stand for, and what fits agrees with the recipes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

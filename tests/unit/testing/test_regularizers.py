@@ -1,7 +1,5 @@
 """`hookdrop.testing`: right regularizers and recipes pass all checks, and wrong ones fail the check of what is wrong."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Selection of layers by names, patterns, classes and functions, and of the tensor in the inputs or outputs of a layer."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import OrderedDict, defaultdict, namedtuple

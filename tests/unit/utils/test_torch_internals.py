@@ -3,8 +3,6 @@
 A failing test shows which name changed, and its docstring explains what breaks without it.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Checks of two_ranks.py: regularizers of language models, and penalties, in DDP, FSDP2 and tensor parallelism."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models and helpers shared by the programs that run on several ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Run by test_distributed.py on two ranks: checks of DDP, FSDP2, tensor parallelism, seeds and sharded checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import re
 import sys
