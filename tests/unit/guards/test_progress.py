@@ -142,12 +142,16 @@ class TestSchedules:
     def test_schedule_that_advances_at_every_batch_warns(self) -> None:
         """With accumulated gradients, it would end early. Two steps for one update are no coincidence after 20."""
         model, drop, optimizer = training()
-        with pytest.warns(HookdropWarning, match="advanced 40 times during 20 updates") as caught:
-            for batch in range(100):
+
+        def train_on_batches(count: int) -> None:
+            for batch in range(count):
                 model(torch.ones(2)).sum().backward()
                 drop.step()
                 if batch % 2:
                     optimizer.step()
+
+        with pytest.warns(HookdropWarning, match="advanced 40 times during 20 updates") as caught:
+            train_on_batches(100)
         assert len(caught) == 1
 
     def test_lost_hooks_are_reported_instead_of_the_schedule(self) -> None:
