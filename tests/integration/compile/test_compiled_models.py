@@ -84,30 +84,30 @@ def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(
 ) -> None:
     """PyTorch's guards notice them, without a warning, a graph break or a new batch size."""
     model = net()
-    zeroed = partial(zeroed, compile_(model), torch.ones(64, 64, 12, 12))
+    fraction = partial(zeroed, compile_(model), torch.ones(64, 64, 12, 12))
 
-    assert zeroed() == 0
+    assert fraction() == 0
     for _ in range(2):
         drop = inject(model, regularizer, layers="0")
-        assert zeroed() == pytest.approx(0.5, abs=0.02)
+        assert fraction() == pytest.approx(0.5, abs=0.02)
         with without_hooks(model):
-            assert zeroed() == 0
-        assert zeroed() == pytest.approx(0.5, abs=0.02)
+            assert fraction() == 0
+        assert fraction() == pytest.approx(0.5, abs=0.02)
         with drop.disabled():
-            assert zeroed() == 0
+            assert fraction() == 0
         drop.target_p = 0.2
-        assert zeroed() == pytest.approx(0.2, abs=0.02)
+        assert fraction() == pytest.approx(0.2, abs=0.02)
         model.eval()
-        assert zeroed() == 0
+        assert fraction() == 0
         with drop.sampling(p=0.1):
-            assert zeroed() == pytest.approx(0.1, abs=0.02)
+            assert fraction() == pytest.approx(0.1, abs=0.02)
         model.train()
         drop.remove()
-        assert zeroed() == 0
+        assert fraction() == 0
     inject(model, regularizer, layers="1")
-    assert zeroed() > 0.4
+    assert fraction() > 0.4
     find(model).remove()
-    assert zeroed() == 0
+    assert fraction() == 0
 
 
 def test_unrelated_compiled_models_are_not_recompiled() -> None:
