@@ -1,7 +1,5 @@
 """Shared fixtures. Every test starts from the same RNG state."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator
 

@@ -1,7 +1,5 @@
 """Every entry of the error catalog raises or warns, and `docs/errors.md` explains its message, and quotes no other."""
 
-from __future__ import annotations
-
 import re
 from itertools import combinations
 

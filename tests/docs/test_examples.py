@@ -1,7 +1,5 @@
 """The examples run end to end with tiny settings and report correct results."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -46,7 +44,6 @@ def saved(out: Path) -> dict[str, Any]:
 
 
 def differences(a: Any, b: Any) -> list[str]:
-    """Return the paths at which two checkpoints are not bit-equal."""
     leaves_a, leaves_b = (dict(pytree.tree_flatten_with_path(state)[0]) for state in (a, b))
     assert leaves_a.keys() == leaves_b.keys()
     return [pytree.keystr(path) for path, value in leaves_a.items() if not _same(value, leaves_b[path])]
@@ -105,9 +102,7 @@ def test_final_weights_load_into_a_plain_model(whole: Path) -> None:
         assert right.float().mean().item() == pytest.approx(saved(whole)["history"][-1][reported], abs=0.0021)
 
 
-def test_finetune_on_a_folder_prints_the_measured_rate(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finetune_prints_the_measured_rate(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run(tmp_path, DROPOUT, f"--data {folder} --limit 30 --epochs 1 --ramp 0")
     settings = saved(tmp_path)["settings"]
     assert (settings["classes"], settings["images"]) == (["circle", "square"], 30)
@@ -167,9 +162,7 @@ def test_existing_run_is_not_overwritten(whole: Path, words: str, said: str) -> 
     assert (whole / "last.pt").read_bytes() == before
 
 
-def test_step_skipped_by_the_scaler_does_not_count(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_skipped_step_does_not_count(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []
 
     def overflows_once(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

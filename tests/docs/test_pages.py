@@ -1,9 +1,8 @@
-"""The code blocks of the README and of every page run in order and print the documented output; links resolve."""
-
-from __future__ import annotations
+"""The blocks of the README and of every page run in order and print the documented output; links resolve; readers can use them."""
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,9 +38,7 @@ def restored() -> Iterator[None]:
 @pytest.mark.parametrize(
     "page", [README, *(page for page in PAGES if any(block.kind == "code" for block in blocks_of(page)))], ids=name_of
 )
-def test_code_blocks_run_and_print_the_documented_output(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_run_and_print_their_output(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in re.findall(r"^<!-- requires: (.*) -->$", page.read_text(), re.M):
         for library in text.split(", "):
             pytest.importorskip(library, reason=reason_for(library), exc_type=ImportError)
@@ -58,7 +55,7 @@ def reason_for(library: str) -> str:
 
 @pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
 def test_links_to_files_and_headings_resolve(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    text = prose(page)
     for target, anchor in re.findall(r"\]\((?!http|#)([^)#\s]+)(#[^)]+)?\)", text):
         other = page.parent / target
         assert other.exists(), target
@@ -85,7 +82,6 @@ def test_every_row_about_robustness_names_a_test() -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of the headings of a page."""
     titles = re.findall(r"^##* (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -124,3 +120,24 @@ def test_readme_fits_on_a_few_screens_and_starts_with_a_program_and_its_output()
     assert text.count("\n") <= 150
     assert "pip install hookdrop" in "\n".join(text.splitlines()[:10])
     assert [block.kind for block in blocks_of(README)][:2] == ["code", "text"]
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+def test_pages_work_with_a_screen_reader_and_offline(page: Path) -> None:
+    """Headings start with one title and skip no level; pictures are local and have texts; columns have headers."""
+    levels = [len(marks) for marks in re.findall(r"^(#+) ", prose(page), re.M)]
+    assert levels[:1] in ([1], [])  # a page that only includes another one has none
+    assert levels.count(1) <= 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    pictures = dict(re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", prose(page)))
+    assert len(pictures) == prose(page).count("![")
+    assert "" not in pictures
+    assert not [path for path in pictures.values() if "//" in path]
+    assert "<img" not in prose(page)
+    headers = re.findall(r"^(\|.*\|)\n\|(?:-+\|)+$", prose(page), re.M)
+    assert not [header for header in headers if re.search(r"\|\s*\|", header)]

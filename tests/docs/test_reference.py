@@ -1,22 +1,28 @@
-"""The reference lists every public name."""
+"""Pages that list what the package has: the reference, docstring examples, the method matrix, the architecture, coming from."""
 
-from __future__ import annotations
-
+import copy
+import doctest
+import importlib
+import json
+import pkgutil
 import re
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import hookdrop
-from hookdrop import functional, observe, recipes, testing
+from hookdrop import find, functional, observe, parse, recipes, testing
+from hookdrop.regularizers import REGULARIZERS
 from tests.support.programs import ROOT
 
 TEXT = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-MODULES = {"observe", "recipes"}
+PACKAGES = {"observe", "recipes"}
 
 
 def listed(module: ModuleType) -> list[str]:
-    """The names that the reference lists under a module."""
     sections = re.split(r"^\.\. currentmodule:: (.*)$", TEXT, flags=re.M)
     texts = [text for name, text in zip(sections[1::2], sections[2::2], strict=True) if name == module.__name__]
     return [name for text in texts for name in re.findall(r"^   (\w+)$", text, re.M)]
@@ -26,4 +32,155 @@ def listed(module: ModuleType) -> list[str]:
     "module", [hookdrop, functional, recipes, observe, testing], ids=lambda module: module.__name__
 )
 def test_every_public_name_is_listed_once(module: ModuleType) -> None:
-    assert sorted(listed(module)) == sorted(set(module.__all__) - MODULES)
+    assert sorted(listed(module)) == sorted(set(module.__all__) - PACKAGES)
+
+
+MODULES = [info.name for info in pkgutil.walk_packages(hookdrop.__path__, "hookdrop.") if "__main__" not in info.name]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name: str) -> None:
+    module = importlib.import_module(name)
+    names = {key: getattr(hookdrop, key) for key in hookdrop.__all__}
+    result = doctest.testmod(module, extraglobs={"torch": torch, "nn": nn, "copy": copy, **names})
+    assert result.failed == 0
+
+
+def test_docstrings_contain_examples() -> None:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    core = [name for name in MODULES if not name.startswith("hookdrop.integrations.")]  # the others import trainers
+    found = sum(len(finder.find(importlib.import_module(name))) for name in core)
+    assert found > 20
+
+
+METHODS = (ROOT / "docs" / "methods" / "index.md").read_text()
+TABLE = [[cell.strip() for cell in line.split(" | ")] for line in METHODS.splitlines() if line.startswith("| ")][1:]
+ROWS = {re.findall(r"\[(\w+)\]", row[0])[0]: row for row in TABLE if "](" in row[0]}
+ARMS = {
+    "digits": ("Dropout", "Dropout2d", "DropBlock", "DropPath", "dropblock_resnet"),
+    "finetune": ("UniformNoise", "MixStyle", "stochastic_depth"),
+}
+
+
+COSTS = json.loads((ROOT / "benchmarks" / "results" / "costs.json").read_text())["methods"]
+
+
+def arms(study: str) -> list[dict[str, Any]]:
+    summary = json.loads((ROOT / "benchmarks" / "results" / study / "summary.json").read_text())
+    return list(summary["cells"][0]["arms"])
+
+
+def test_every_regularizer_and_recipe_has_a_row() -> None:
+    named = set(re.findall(r"\w+", " ".join(row[0] for row in TABLE)))
+    same = {"Dropout1d": "1d", "Dropout3d": "3d"}
+    assert {same.get(name, name) for name in REGULARIZERS} <= named
+    assert set(recipes.__all__) - {"Recipe", "RecipeSite"} <= set(re.findall(r"\w+", METHODS))
+
+
+@pytest.mark.parametrize(("study", "name"), [(study, name) for study, names in ARMS.items() for name in names])
+def test_costs_are_those_of_the_committed_results(study: str, name: str) -> None:
+    (arm,) = [arm for arm in arms(study) if arm["name"] == name]
+    shown = [cell.split(";")[0] for cell in ROWS[name][4:6]]
+    assert shown == [f"{arm[kind]['median']:.2f}" for kind in ("time", "memory")]
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_costs_are_those_of_the_committed_steps(name: str) -> None:
+    assert ROWS[name][4:6] == [f"{COSTS[name][kind]:.2f}" for kind in ("time", "memory")]
+
+
+def test_the_readme_has_the_first_eight_rows() -> None:
+    assert re.findall(r"^\| \[(\w+)\]\(docs/methods", (ROOT / "README.md").read_text(), re.M) == list(ROWS)[:8]
+
+
+@pytest.mark.parametrize(
+    "text", ["Dropout(0.1)", "TokenDropout(0.1)", "LayerDrop(0.1)", "NEFTune()", "MixStyle()", "DSU()"]
+)
+def test_samples_are_independent_as_stated(text: str) -> None:
+    row = ROWS[text.partition("(")[0]]
+    assert (row[7] == "yes") is bool(parse(text).independent_samples)
+    rate = type(parse(text)).rate
+    assert rate
+    assert row[3].startswith(f"`{rate.attribute}`")
+
+
+ARCHITECTURE = re.sub(r"^```.*?^```$", "", (ROOT / "docs" / "architecture.md").read_text(), flags=re.M | re.S)
+SOURCES = {
+    f"/{path.relative_to(ROOT)}": path.read_text()
+    for folder in ("hookdrop", "tests", "benchmarks")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".c")
+}
+QUOTED = sorted(set(re.findall(r"`([^`\n]+)`", ARCHITECTURE)))
+
+
+@pytest.mark.parametrize("text", [text for text in QUOTED if re.search(r"\.(py|c)\b", text) and "<" not in text])
+def test_named_files_and_what_they_define_exist(text: str) -> None:
+    path, *names = text.split("::")
+    found = [source for name, source in SOURCES.items() if name.endswith(f"/{path}")]
+    assert found
+    for name in names:
+        assert any(re.search(rf"^\s*(def|class) {name}\b", source, re.M) for source in found)
+
+
+@pytest.mark.parametrize("text", [text for text in QUOTED if re.fullmatch(r"[\w.]+\w", text) and ".py" not in text])
+def test_named_classes_and_functions_exist(text: str) -> None:
+    last = text.rpartition(".")[2]
+    assert any(re.search(rf"\b{last}\b", f"{name}\n{source}") for name, source in SOURCES.items()), text
+
+
+@pytest.mark.parametrize(("package", "files"), re.findall(r"^\| `(\w+)/` \| [^|]*\| ([^|]*) \|$", ARCHITECTURE, re.M))
+def test_main_files_of_a_package_exist(package: str, files: str) -> None:
+    for name in re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", files)):
+        assert f"/hookdrop/{package}/{name}.py" in SOURCES, name
+
+
+COMING_FROM = (ROOT / "docs" / "start" / "coming_from.md").read_text()
+LINES = re.findall(r"^\| .+ \| `([^`]+)` \|$", COMING_FROM, re.M)
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, object]:
+    """The names that the page defines, and a model for each."""
+    timm, torchvision = map(pytest.importorskip, ("timm", "torchvision"))
+    model = timm.create_model("resnet18", num_classes=10)
+    public = {name: getattr(hookdrop, name) for name in hookdrop.__all__}
+    return public | {name: getattr(recipes, name) for name in recipes.__all__} | {
+        "functional": functional,
+        "nn": nn,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+        "vit": timm.create_model("test_vit", img_size=128),
+        "tv_vit": torchvision.models.VisionTransformer(32, 16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=16),
+        "rnn": nn.Sequential(nn.LSTM(8, 8, batch_first=True)),
+        "conv1d": nn.Sequential(nn.Conv1d(5, 8, 3), nn.SELU()),
+        "conv3d": nn.Sequential(nn.Conv3d(1, 4, 3)),
+        "images": torch.randn(2, 3, 128, 128),
+        "x": torch.randn(2, 3, 16, 16),
+    }  # fmt: skip
+
+
+INPUTS = {
+    "model": (2, 3, 128, 128),
+    "vit": (2, 3, 128, 128),
+    "tv_vit": (2, 3, 32, 32),
+    "rnn": (2, 5, 8),
+    "conv1d": (2, 5, 8),
+    "conv3d": (2, 1, 8, 8, 8),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_line_of_hookdrop_runs(names: dict[str, object], line: str) -> None:
+    exec(line, dict(names))
+    for name, shape in INPUTS.items():
+        model = names[name]
+        assert isinstance(model, nn.Module)
+        if find(model):
+            model.train()(torch.randn(shape))
+            find(model).remove()
+
+
+def test_every_row_has_a_line_of_hookdrop() -> None:
+    rows = re.findall(r"^\| (?!there|--).*", COMING_FROM, re.M)
+    assert len(LINES) == len(rows) > 30

@@ -1,7 +1,5 @@
 """What a release contains: its metadata, the wheels with and without the compiled loops, and the source distribution."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -32,7 +30,6 @@ def build(folder: Path, out: Path, target: str = "wheel", **settings: str) -> su
 
 
 def built(folder: Path, out: Path, target: str = "wheel", **settings: str) -> Path:
-    """Build a wheel or a source distribution, and return its path."""
     done = build(folder, out, target, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = out.iterdir()
@@ -177,3 +174,57 @@ def test_workflows_test_the_oldest_versions_that_the_metadata_allows() -> None:
     oldest = re.search(r'"torch>=([\d.]+)"', text)
     assert oldest
     assert f'torch: ["{oldest[1]}.0", ' in matrix
+
+
+# Stands in for Python and, in .venv, for Python with pip. What it does is set by environment variables.
+STUB = """#!/usr/bin/env bash
+case "$*" in
+    *version_info*) exit "${OLD:-0}" ;;
+    "-m venv .venv") [ -n "${VENV_ERROR:-}" ] && { echo "$VENV_ERROR"; exit 1; }
+        mkdir -p .venv/bin; cp "$0" .venv/bin/python; echo made >> log ;;
+    "-m pip --version") exit 0 ;;
+    "-m pip install"*) echo "${@: -1}" >> log; [ -n "${PIP_ERROR:-}" ] && { echo "$PIP_ERROR" >&2; exit 1; }; exit 0 ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "install", tmp_path / ".ci")
+    (tmp_path / "python").write_text(STUB)
+    (tmp_path / "python").chmod(0o755)
+    return tmp_path
+
+
+def install(checkout: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHON": str(checkout / "python")} | settings
+    return subprocess.run([".ci/install", "compare"], cwd=checkout, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"OLD": "1"}, r"hookdrop needs Python 3.11 or newer"),
+        ({"PYTHON": "no-such-python"}, r"'no-such-python' is not: run 'make PYTHON="),
+        ({"VENV_ERROR": "Error: No space left on device"}, r"The disk is full"),
+        ({"VENV_ERROR": "ensurepip is not available"}, r"apt install python3-venv"),
+        ({"PIP_ERROR": "OSError: [Errno 28] No space left on device"}, r"The disk is full"),
+        ({"PIP_ERROR": "Temporary failure in name resolution"}, r"No package index can be reached: check the network"),
+        ({"PIP_ERROR": "something else"}, r"pip could not install hookdrop\[compare\]: .*'make clean'"),
+    ],
+    ids=["old Python", "no Python", "full disk", "no venv module", "full disk in pip", "no network", "another error"],
+)
+def test_a_failure_says_what_to_do(checkout: Path, settings: dict[str, str], sentence: str) -> None:
+    done = install(checkout, **settings)
+    assert done.returncode == 1
+    assert re.search(sentence, done.stderr.strip().splitlines()[-1]), done.stderr
+
+
+def test_an_interrupted_installation_continues_and_an_incomplete_environment_is_created_again(checkout: Path) -> None:
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").write_text("#!/bin/sh\nexit 1\n")
+    (checkout / ".venv" / "bin" / "python").chmod(0o755)
+    assert install(checkout, PIP_ERROR="killed").returncode == 1
+    assert install(checkout).returncode == 0
+    assert (checkout / "log").read_text().split() == ["made", ".[compare]", ".[compare]"]

@@ -1,7 +1,5 @@
 """Run the code blocks of a Markdown page in order, and compare what they print with the documented output."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io
@@ -21,8 +19,6 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-?\d+)?(?![\w])")
 
 
 class Block(NamedTuple):
-    """A block of a page."""
-
     kind: str
     """`code`, `hidden` (code in a comment, which readers do not see), or `text` (the output of the code before it)."""
     text: str
@@ -32,7 +28,6 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of a page in order."""
     text, requires, blocks = page.read_text(), None, []
     for match in BLOCK.finditer(text):
         kind = str(match.lastgroup)

@@ -1,7 +1,5 @@
 """A model to compile, a compiler without state, and measurements of compiled code."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

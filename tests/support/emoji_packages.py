@@ -1,7 +1,5 @@
 """Small packages in the format of emoji-datasource-google and emoji-datasource-twitter."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,49 +1,39 @@
 """Provokes the errors and warnings of hookdrop, and prints each: `python -m tests.support.error_catalog`."""
 
-from __future__ import annotations
+# ruff: noqa: F401  # CODE uses further names
 
 import contextlib
+import copy
 import functools
 import gc
 import io
 import re
+import sys
 import textwrap
 import warnings
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the "fake" backend
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import hookdrop
-from hookdrop import DropBlock, Dropout, GaussianNoise, inject, testing  # noqa: F401  # in CODE
+from hookdrop import DropBlock, Dropout, GaussianNoise, inject, testing
 from hookdrop.cli import main
-from tests.support.models import from_timm, from_torchvision, toy  # noqa: F401  # in CODE
+from hookdrop.kernels import triton_dropblock
+from tests.support.models import Small, from_timm, from_torchvision, toy
 
 IMAGES = torch.zeros(2, 3, 16, 16)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.bn1(self.conv1(x))
-
-
-class ResNet(nn.Module):
+class ResNet(Small):
     """Two stages of residual blocks, 16x16 maps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 8, 3, padding=1)
-        self.layer1, self.layer2 = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
-        self.fc = nn.Linear(8, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.layer2(self.layer1(self.conv1(x))).mean((2, 3)))
 
 
 class ViT(nn.Module):
@@ -101,7 +91,6 @@ def half(step: int) -> float:
 
 
 def train(model: nn.Module, steps: int = 30, optimizer: Any = None) -> None:
-    """Some optimizer steps."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 1e-3)
     for _ in range(steps):
         sum(parameter.square().sum() for parameter in model.parameters()).backward()
@@ -226,19 +215,11 @@ hooked(nn.Sequential(recomputed), DropKey(p=0.1), "0")(torch.zeros(2, 3, 3, requ
 model = hooked(language_model(), DropPath(p=0.5, mode="subset"), "layer")
 model.layer(torch.zeros(4, 8), settings=object())
 # heads that attention does not have
-inject(
-    from_timm("vit_tiny_patch16_224", depth=1, img_size=32)(),
-    HeadDropout(p=0.1, heads=4),
-    layers="blocks.0.attn.proj",
-    example_input=torch.rand(1, 3, 32, 32),
-)
+model = from_timm("vit_tiny_patch16_224", depth=1, img_size=32)()
+inject(model, HeadDropout(p=0.1, heads=4), layers="blocks.0.attn.proj", example_input=torch.rand(1, 3, 32, 32))
 # tokens removed before rotary embeddings
-inject(
-    from_timm("eva02_tiny_patch14_224", depth=1, img_size=56)(),
-    TokenDropout(p=0.5, remove=True),
-    layers="pos_drop",
-    example_input=torch.randn(1, 3, 56, 56),
-)
+model = from_timm("eva02_tiny_patch14_224", depth=1, img_size=56)()
+inject(model, TokenDropout(p=0.5, remove=True), layers="pos_drop", example_input=torch.randn(1, 3, 56, 56))
 # a batch norm in a branch that runs on part of the batch
 inject(ResNet(), DropPath(p=0.1, mode="subset"), layers="layer1.*")
 # a branch that mixes samples, on part of the batch
@@ -264,11 +245,7 @@ Dropout(p=0.1, shared=(2, 2))
 # a shared axis that does not exist
 Dropout(p=0.1, shared=(2, 3))(torch.ones(8, 197, 384))
 # a PackedSequence
-run(
-    nn.Sequential(nn.LSTM(3, 4)),
-    DropPath(p=0.1),
-    nn.utils.rnn.pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)]),
-)
+run(nn.Sequential(nn.LSTM(3, 4)), DropPath(p=0.1), nn.utils.rnn.pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)]))
 # a complex output
 inject(nn.Sequential(toy(lambda m, x: torch.fft.fft(x))), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8))
 # a strided NestedTensor
@@ -277,9 +254,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)  # of PyTorch, about this layout
     model(torch.nested.nested_tensor([torch.zeros(5, 3), torch.zeros(2, 3)]))
 # a partial sum of tensor parallelism
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 inject(model := nn.Sequential(nn.Linear(8, 8)), Dropout(p=0.1), layers="0")
 dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
 try:
@@ -438,7 +412,6 @@ model, drop = injected()
 model.layer2[0].bn1 = nn.BatchNorm2d(8)
 drop.remove()
 # a hooked module is copied within the model
-import copy
 model, drop = injected()
 model.layer3 = copy.deepcopy(model.layer2)
 drop.remove()
@@ -477,14 +450,12 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 drop.follow(optimizer)
 train(model, 101, optimizer)
 # an activation checkpoint that does not restore the random state
-from torch.utils.checkpoint import checkpoint
 model, _ = injected(Dropout(p=0.5))
 x = torch.ones(2, 8, 16, 16, requires_grad=True)
 checkpoint(model.layer1, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
 # PyTorch's update_bn of a hooked average
 torch.optim.swa_utils.update_bn([IMAGES], torch.optim.swa_utils.AveragedModel(injected()[0]))
 # two ranks with the same seed
-import torch.distributed as dist
 (model, drop), store = injected(), dist.HashStore()
 for rank in range(2):  # two ranks in turn, with one store
     dist.init_process_group("fake", rank=rank, world_size=2, store=store)
@@ -520,13 +491,10 @@ inject((_model := output_dict()), Dropout(p=0.5), layers="fc").predict(torch.one
 # the softmax of one class
 inject((_model := nn.Sequential(nn.Linear(8, 1))), Dropout(p=0.5), layers="0").predict(torch.ones(2, 8))
 # the softmax of probabilities
-inject((_model := nn.Sequential(nn.Linear(8, 3), nn.Softmax(-1))), Dropout(p=0.5), layers="0").predict(
-    torch.ones(2, 8)
-)
+inject((_model := nn.Sequential(nn.Linear(8, 3), nn.Softmax(-1))), Dropout(p=0.5), layers="0").predict(torch.ones(2, 8))
 # equal Monte Carlo samples
-inject((_model := output_dict()), Dropout(p=0.5), layers="unused").predict(
-    torch.ones(2, 8), output=lambda out: out["out"]
-)
+drop = inject((_model := output_dict()), Dropout(p=0.5), layers="unused")
+drop.predict(torch.ones(2, 8), output=lambda out: out["out"])
 # predicting with hooks that only edit gradients
 inject((_model := mlp()), ClipActivationGrad(max_norm=1.0), layers="0").predict(torch.ones(2, 8))
 
@@ -534,9 +502,8 @@ inject((_model := mlp()), ClipActivationGrad(max_norm=1.0), layers="0").predict(
 # the state of other sites
 handle().load_state_dict(inject((_model := ResNet()), DropBlock(p=0.1), layers="layer1.*").state_dict())
 # the state of other sites, not strict
-handle().load_state_dict(
-    inject((_model := ResNet()), DropBlock(p=0.1), layers="layer1.*.bn1").state_dict(), strict=False
-)
+drop = inject((_model := ResNet()), DropBlock(p=0.1), layers="layer1.*.bn1")
+handle().load_state_dict(drop.state_dict(), strict=False)
 # the states of other injections
 (model, _), other = injected(), ResNet()
 inject(other, Dropout(p=0.1), layers="fc")
@@ -564,13 +531,10 @@ class Shrink(hookdrop.Regularizer):
         self.amount = amount
 Shrink()(IMAGES)
 # kernels that fail on a GPU
-from unittest import mock
-from hookdrop.kernels import triton_dropblock
 with mock.patch.object(triton_dropblock, "_draw", side_effect=RuntimeError("out of resource: shared memory")):
     triton_dropblock._check(torch.device("cpu"))
 triton_dropblock._works.clear()
 # a callback registered after the training
-from unittest import mock
 from hookdrop.integrations.transformers import InjectionCallback
 trained = mock.MagicMock(is_in_train=False, state=mock.Mock(global_step=8))
 InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers="fc")).register(trained)
@@ -581,11 +545,8 @@ handle(LambdaSchedule(half)).spec.to_dict()
 # the spec of an own regularizer that does not store an argument
 inject((_model := ResNet()), Jitter(every=2), layers="fc").spec.to_dict()
 # the spec of a recipe that chooses other sites
-inject(
-    nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1)),
-    InjectionSpec("set_dropout(p=0.2)", layers=["0"]),
-    example_input=torch.ones(1),
-)
+spec = InjectionSpec("set_dropout(p=0.2)", layers=["0"])
+inject(nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1)), spec, example_input=torch.ones(1))
 # a value that differs between injections
 model, _ = injected()
 inject(model, Dropout(p=0.1), layers="fc", schedule=LinearSchedule(steps=10)).step()
@@ -593,9 +554,8 @@ print(hookdrop.find(model).step_count)
 # consistent samples of a regularizer that mixes samples
 inject(_model := ResNet(), MixStyle(p=0.5), layers="conv1").predict(IMAGES, consistent=True)
 # consistent samples where axis 0 is not the batch
-inject(_model := nn.Sequential(nn.Flatten(0, 1), nn.Linear(8, 3)), Dropout(p=0.5), layers="0").predict(
-    torch.ones(2, 5, 8), consistent=True
-)
+drop = inject(_model := nn.Sequential(nn.Flatten(0, 1), nn.Linear(8, 3)), Dropout(p=0.5), layers="0")
+drop.predict(torch.ones(2, 5, 8), consistent=True)
 # consistent samples of dropout that the model has
 model = nn.Sequential(nn.Linear(8, 3), nn.Dropout(0.1))
 inject(model, recipes.set_dropout(0.2), example_input=torch.ones(2, 8)).predict(torch.ones(2, 8), consistent=True)
@@ -613,7 +573,6 @@ with drop.sampling():
 # sampling of the copied handle of a model without an example
 model = nn.Sequential(nn.Linear(8, 8), toy(dropped, rate=0.2))
 drop = inject(model, recipes.set_dropout(), example_input=torch.ones(2, 8))
-import copy
 
 _twin, copied = copy.deepcopy((model, drop))
 with copied.sampling():
@@ -640,11 +599,8 @@ inject(nn.Sequential(decoder()), recipes.residual_dropout(), example_input=torch
 model.get_input_embeddings = lambda: model.embed_tokens
 inject(model, recipes.neftune())
 # patch_dropout of a model without patches in a sequence
-inject(
-    from_timm("swin_tiny_patch4_window7_224", depths=(1, 1))(),
-    recipes.patch_dropout(p=0.5),
-    example_input=torch.randn(1, 3, 224, 224),
-)
+model = from_timm("swin_tiny_patch4_window7_224", depths=(1, 1))()
+inject(model, recipes.patch_dropout(p=0.5), example_input=torch.randn(1, 3, 224, 224))
 # a recipe for a model without residual branches
 inject(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), recipes.stochastic_depth(), example_input=IMAGES)
 # a recipe for branches that end with a function
@@ -657,10 +613,8 @@ recipes.stochastic_depth(rate=0.1)
 # set_dropout that reaches nothing
 inject(ResNet(), recipes.set_dropout(p=0.1), example_input=IMAGES)
 # set_dropout with a pattern that matches nothing
-inject(
-    nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)),
-    recipes.set_dropout(p={"drop": 0.2}), example_input=torch.ones(2)
-)
+model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+inject(model, recipes.set_dropout(p={"drop": 0.2}), example_input=torch.ones(2))
 # set_dropout without an example input
 inject(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), recipes.set_dropout(p=0.2))
 # set_dropout of a model with a constant rate
@@ -669,12 +623,8 @@ class Head(nn.Module):
         return nn.functional.dropout(x, 0.5, self.training)
 inject(nn.Sequential(nn.Dropout(0.1), Head()), recipes.set_dropout(p=0.2), example_input=torch.ones(2))
 # set_dropout with a schedule beyond 1
-inject(
-    nn.Sequential(nn.Dropout(0.1)),
-    recipes.set_dropout(p=0.6),
-    schedule=LinearSchedule(steps=10, end=2.0),
-    example_input=torch.ones(2),
-)
+model, schedule = nn.Sequential(nn.Dropout(0.1)), LinearSchedule(steps=10, end=2.0)
+inject(model, recipes.set_dropout(p=0.6), schedule=schedule, example_input=torch.ones(2))
 # a schedule of rates that changed again
 model = nn.Sequential(nn.Dropout(0.1))
 schedule = LinearSchedule(steps=10)
@@ -707,8 +657,6 @@ command("plan", "resnet18", "DropBlok(p=0.1)", "--layers", "layer1")
 # command line: a misspelled model
 command("plan", "resnet5O", "Dropout(p=0.1)", "--layers", "layer1")
 # command line: a package is not installed
-import sys
-from unittest import mock
 with mock.patch.dict(sys.modules, {"timm": None}):
     command("layers", "resnet18")
 # command line: no layers
@@ -733,12 +681,10 @@ CASES: list[tuple[str, partial[None]]] = [(title, partial(run_code, code.strip()
 
 
 def code_of(function: partial[None]) -> str:
-    """The code of a case."""
     return str(function.args[0])
 
 
 def provoke(function: partial[None]) -> list[str]:
-    """The error and the warnings of one case."""
     torch.manual_seed(0)
     gc.collect()
     with warnings.catch_warnings(record=True) as caught:

@@ -1,7 +1,5 @@
 """Check that hookdrop leaves no objects, hooks or listeners behind."""
 
-from __future__ import annotations
-
 import collections
 import gc
 from collections.abc import Iterator

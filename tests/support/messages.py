@@ -3,8 +3,6 @@
 `python -m tests.support.messages` prints the section "Other messages" of docs/errors.md.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

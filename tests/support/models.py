@@ -1,7 +1,5 @@
 """Models without hooks, and the names that patterns select in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +10,6 @@ from hookdrop.utils.select import select
 
 
 class Block(nn.Module):
-    """A residual block."""
-
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
@@ -76,8 +72,6 @@ def randomize_norms(model: nn.Module) -> nn.Module:
 
 
 def from_timm(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    """A function that creates a model of timm."""
-
     def make() -> nn.Module:
         import timm
 
@@ -87,8 +81,6 @@ def from_timm(name: str, **settings: Any) -> Callable[[], nn.Module]:
 
 
 def from_torchvision(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    """A function that creates a model of torchvision."""
-
     def make() -> nn.Module:
         import torchvision
 
@@ -98,5 +90,4 @@ def from_torchvision(name: str, **settings: Any) -> Callable[[], nn.Module]:
 
 
 def names(model: nn.Module, layers: object, exclude: object = ()) -> list[str]:
-    """The names of the layers that are selected."""
     return [layer.name for layer in select(model, layers, exclude).layers]

@@ -1,7 +1,5 @@
 """The repository and its scripts, and code that runs in a new process."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import os

@@ -3,8 +3,6 @@
 This is what torchrun does, without the seconds that each of its processes needs for the imports.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -3,38 +3,12 @@
 A regularizer that can be created as `Dropout(0.3)` and accepts `Case.shape` needs no entry in the table.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from hookdrop import (
-    DSU,
-    ActivationPenalty,
-    ClampActivationGrad,
-    ClipActivationGrad,
-    Cutout,
-    DropBlock,
-    Dropout,
-    Dropout1d,
-    Dropout3d,
-    DropPath,
-    HeadDropout,
-    LayerDrop,
-    LockedDropout,
-    Masksembles,
-    Mixout,
-    MixStyle,
-    NEFTune,
-    NoiseActivationGrad,
-    Penalty,
-    Regularizer,
-    ScaleActivationGrad,
-    ShakeDrop,
-    TokenDropout,
-)
+from hookdrop import LayerDrop, Penalty, Regularizer, parse
 from hookdrop.regularizers import REGULARIZERS
 
 ZEROS = ("layer_input", "start")
@@ -132,39 +106,45 @@ class Case:
 
 
 SITES = ["0", "2"]
+
+
+def case(text: str, shape: tuple[int, ...] = (4, 6, 8, 8), **facts: bool) -> Case:
+    return Case(parse(text), shape, **facts)
+
+
 _CASES = {
-    "Dropout (native)": Case(Dropout(0.3), (4, 8, 32, 32)),  # large enough for hookdrop's implementation
-    "Dropout (shared)": Case(Dropout(0.3, shared=(2, 3))),
-    "Dropout (one mask for all samples)": Case(Dropout(0.3, shared=(0, -1))),
-    "Dropout1d": Case(Dropout1d(0.3), (4, 6, 8)),
-    "Dropout3d": Case(Dropout3d(0.3), (4, 6, 4, 4, 4)),
-    "DropBlock (sparse)": Case(DropBlock(0.3, 3)),
-    "DropBlock (dense)": Case(DropBlock(0.79, 3)),
-    "DropBlock (shared mask)": Case(DropBlock(0.3, 3, per_channel=False, normalize="sample")),
-    "DropBlock (1d)": Case(DropBlock(0.3, 3, channel_dim=1), (4, 6, 16)),
-    "DropBlock (3d)": Case(DropBlock(0.3, 3, normalize="expected"), (4, 6, 5, 6, 7)),
-    "DropPath (batch)": Case(DropPath(0.3, "batch")),
-    "DropPath (unscaled)": Case(DropPath(0.3, scale=False)),
-    "Cutout": Case(Cutout(3)),
-    "HeadDropout": Case(HeadDropout(0.3, heads=4), (4, 6, 8)),
-    "NEFTune": Case(NEFTune(3.0), (4, 6, 8)),
-    "TokenDropout": Case(TokenDropout(0.3), (4, 6, 8)),
-    "LockedDropout": Case(LockedDropout(0.3), (4, 6, 8)),
-    "Mixout": Case(Mixout(0.5)),
-    "MixStyle": Case(MixStyle(0.9), derives=False, mixes=True),
-    "DSU": Case(DSU(0.9), mixes=True),
-    "ShakeDrop": Case(ShakeDrop(0.9), derives=False),
-    "Masksembles": Case(Masksembles(n=2), (4, 12, 8, 8), draws=False, mixes=True),
-    "ClipActivationGrad": Case(ClipActivationGrad(max_norm=0.1), derives=False),
-    "ClipActivationGrad (per sample)": Case(ClipActivationGrad(max_norm=0.1, per_sample=True), derives=False),
-    "ClipActivationGrad (max_value)": Case(ClipActivationGrad(max_value=0.1), derives=False),
-    "ClampActivationGrad": Case(ClampActivationGrad(max=0.1), derives=False),
-    "ScaleActivationGrad": Case(ScaleActivationGrad(-0.5), derives=False),
-    "NoiseActivationGrad": Case(NoiseActivationGrad(0.3), derives=False),
-    "ActivationPenalty": Case(ActivationPenalty(), (4, 6, 8), derives=False, draws=False),
+    "Dropout (native)": case("Dropout(0.3)", (4, 8, 32, 32)),  # large enough for hookdrop's implementation
+    "Dropout (shared)": case("Dropout(0.3, shared=(2, 3))"),
+    "Dropout (one mask for all samples)": case("Dropout(0.3, shared=(0, -1))"),
+    "Dropout1d": case("Dropout1d(0.3)", (4, 6, 8)),
+    "Dropout3d": case("Dropout3d(0.3)", (4, 6, 4, 4, 4)),
+    "DropBlock (sparse)": case("DropBlock(0.3, 3)"),
+    "DropBlock (dense)": case("DropBlock(0.79, 3)"),
+    "DropBlock (shared mask)": case("DropBlock(0.3, 3, per_channel=False, normalize='sample')"),
+    "DropBlock (1d)": case("DropBlock(0.3, 3, channel_dim=1)", (4, 6, 16)),
+    "DropBlock (3d)": case("DropBlock(0.3, 3, normalize='expected')", (4, 6, 5, 6, 7)),
+    "DropPath (batch)": case("DropPath(0.3, 'batch')"),
+    "DropPath (unscaled)": case("DropPath(0.3, scale=False)"),
+    "Cutout": case("Cutout(3)"),
+    "HeadDropout": case("HeadDropout(0.3, heads=4)", (4, 6, 8)),
+    "NEFTune": case("NEFTune(3.0)", (4, 6, 8)),
+    "TokenDropout": case("TokenDropout(0.3)", (4, 6, 8)),
+    "LockedDropout": case("LockedDropout(0.3)", (4, 6, 8)),
+    "Mixout": case("Mixout(0.5)"),
+    "MixStyle": case("MixStyle(0.9)", derives=False, mixes=True),
+    "DSU": case("DSU(0.9)", mixes=True),
+    "ShakeDrop": case("ShakeDrop(0.9)", derives=False),
+    "Masksembles": case("Masksembles(n=2)", (4, 12, 8, 8), draws=False, mixes=True),
+    "ClipActivationGrad": case("ClipActivationGrad(max_norm=0.1)", derives=False),
+    "ClipActivationGrad (per sample)": case("ClipActivationGrad(max_norm=0.1, per_sample=True)", derives=False),
+    "ClipActivationGrad (max_value)": case("ClipActivationGrad(max_value=0.1)", derives=False),
+    "ClampActivationGrad": case("ClampActivationGrad(max=0.1)", derives=False),
+    "ScaleActivationGrad": case("ScaleActivationGrad(-0.5)", derives=False),
+    "NoiseActivationGrad": case("NoiseActivationGrad(0.3)", derives=False),
+    "ActivationPenalty": case("ActivationPenalty()", (4, 6, 8), derives=False, draws=False),
     "torch.nn.Dropout2d": Case(nn.Dropout2d(0.3)),
 }
-_OTHERS = {name: cls for name, cls in REGULARIZERS.items() if name not in _CASES and cls is not DropBlock}
+_OTHERS = {name: cls for name, cls in REGULARIZERS.items() if name not in {*_CASES, "DropBlock"}}
 EVERY = {name: Case(cls(0.3)) for name, cls in _OTHERS.items()} | _CASES
 OWN = {name: case for name, case in EVERY.items() if isinstance(case.regularizer, Regularizer)}
 """The cases of hookdrop's regularizers."""

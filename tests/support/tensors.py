@@ -1,7 +1,5 @@
 """Comparison, measurement and creation of tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +21,6 @@ def all_equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def zero_fraction(y: Tensor) -> float:
-    """The fraction of elements that are 0."""
     return (y == 0).float().mean().item()
 
 
@@ -39,7 +36,6 @@ def within(found: Tensor, expected: float, spread: float, draws: float) -> bool:
 
 
 def styled(n: int = 6, channels: int = 3, size: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Samples with different styles."""
     return (
         torch.randn(n, channels, size, size) * (1 + torch.rand(n, channels, 1, 1)) + torch.arange(n).view(-1, 1, 1, 1)
     ).to(dtype)

@@ -1,11 +1,12 @@
-"""Forwards, backward passes and short trainings."""
-
-from __future__ import annotations
+"""Models with an injection, forwards, backward passes and short trainings."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+from hookdrop import DropBlock, Dropout, Injection, LinearSchedule, inject
+from tests.support.models import Small
 
 
 def train(model: nn.Module, x: Tensor, times: int = 1) -> None:
@@ -26,7 +27,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run(model: nn.Module, images: Tensor) -> Tensor:
-    """The output for a fixed seed."""
     torch.manual_seed(1)
     return model(images)
 
@@ -38,7 +38,6 @@ def backward(model: nn.Module, scale: float = 1.0) -> Tensor:
 
 
 def gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Parameter gradients by name."""
     model.zero_grad()
     model(images).square().sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -53,3 +52,39 @@ def train_step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] 
     out.square().sum().backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return [out.detach(), x.grad, *grads, *(buffer.clone() for buffer in model.buffers())]
+
+
+UNCHANGED = "No hook was placed; the model is unchanged."
+"""The last line of the errors of `inject`."""
+
+
+def layer(p: float = 0.5, **settings: object) -> tuple[nn.Sequential, Injection]:
+    """An identity with Dropout."""
+    model = nn.Sequential(nn.Identity())
+    return model, inject(model, Dropout(p), layers="0", **settings)
+
+
+def injected(**kwargs: object) -> tuple[Small, Injection]:
+    """DropBlock on two layers, with a schedule."""
+    torch.manual_seed(0)
+    model = Small()
+    settings = {"layers": "layer1.*", "schedule": LinearSchedule(20)} | kwargs
+    return model, inject(model, settings.pop("regularizer", DropBlock(0.4, 3)), **settings)
+
+
+def half_ramped(model: nn.Module) -> Injection:
+    """Inject DropBlock halfway through its schedule."""
+    drop = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10), p_scale="depth")
+    drop.seek(5)
+    return drop
+
+
+def scheduled(**optimizer: object) -> tuple[nn.Module, Injection, torch.optim.Optimizer]:
+    """Dropout with a schedule, and an optimizer that it can follow."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
+    return model, drop, torch.optim.SGD(model.parameters(), 0.1, **optimizer)
+
+
+def halve(x: torch.Tensor) -> torch.Tensor:
+    return x / 2

@@ -1,7 +1,5 @@
 """Small models of transformers, with two layers and 32 features."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

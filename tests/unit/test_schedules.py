@@ -1,7 +1,5 @@
 """Schedules are pure functions of the step."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from dataclasses import dataclass
@@ -32,8 +30,6 @@ from tests.support.models import pair
 
 
 class TensorSchedule(Schedule):
-    """Not a dataclass, and returns a tensor."""
-
     def __call__(self, step: int) -> Any:
         return torch.tensor(0.5)
 

@@ -1,29 +1,60 @@
-"""Activation checkpointing: a recompute draws the same masks as its forward, or warns."""
-
-from __future__ import annotations
+"""Activation checkpointing: a recompute draws the masks of its forward at its rate, or warns; also in timm and transformers."""
 
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
+    checkpoint,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
 )
 
-from hookdrop import Dropout, HookdropWarning, Injection, LinearSchedule, inject
+from hookdrop import Dropout, HookdropWarning, Injection, LayerError, LinearSchedule, find, inject
+from hookdrop.guards import progress
+from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from hookdrop.hooks import checkpointing
 from hookdrop.hooks.checkpointing import is_recomputing
-from tests.support.checkpointing import MODES, Forward, non_reentrant, plain, reentrant, run
+from tests.support.models import mlp, toy
 from tests.support.regularizers import EVERY, REPRESENTATIVE, SITES, Case
 from tests.support.tensors import all_equal
+from tests.support.transformers_models import IDS, llama
+
+Forward = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
+
+
+def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
+
+
+def non_reentrant(model: nn.Module, x: torch.Tensor, **settings: Any) -> torch.Tensor:
+    return checkpoint(model, x, use_reentrant=False, **settings)
+
+
+def reentrant(model: nn.Module, x: torch.Tensor, **settings: Any) -> torch.Tensor:
+    return checkpoint(model, x, use_reentrant=True, **settings)
+
+
+MODES = [reentrant, non_reentrant]
+
+
+def run(model: nn.Sequential, x: torch.Tensor, way: Forward, between: Callable[[], object] = lambda: None) -> list[Any]:
+    """Return the output and all gradients from a fixed seed; `between` is called between forward and backward."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = way(model, x)
+    between()
+    (y * y).sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
 
 
 def nested(way: Callable[..., torch.Tensor], model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +62,6 @@ def nested(way: Callable[..., torch.Tensor], model: nn.Sequential, x: torch.Tens
 
 
 def save_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """A policy for selective checkpointing."""
     saved = operation is torch.ops.aten.tanh.default
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -193,3 +223,285 @@ class TestBeforePyTorch28:
         inject(model, Dropout(0.3), layers=SITES)
         with pytest.warns(HookdropWarning, match="remove preserve_rng_state=False"), suppress(CheckpointError):
             run(model, x, functools.partial(mode, preserve_rng_state=False))
+
+
+ALL_MODES = pytest.mark.parametrize("mode", MODES)
+CHANGES: dict[str, Callable[[Injection], object]] = {
+    "stepped": lambda drop: drop.step(3),
+    "target changed": lambda drop: setattr(drop, "target_p", 0.1),
+    "to zero": lambda drop: drop.seek(0),
+    "disabled": lambda drop: setattr(drop, "enabled", False),
+}
+
+
+@ALL_MODES
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("case", REPRESENTATIVE.values(), ids=REPRESENTATIVE)
+def test_recompute_uses_the_rate_of_the_forward(
+    case: Case, change: Callable[[Injection], object], mode: Forward
+) -> None:
+    """`loss = model(x); drop.step(); loss.backward()`."""
+    model, x = case.model(), case.input()
+    drop = inject(model, case.regularizer, layers=SITES, schedule=LinearSchedule(4))
+    drop.step()
+    expected = run(model, x, plain)
+    assert all_equal(run(model, x, mode, between=lambda: change(drop)), expected)
+
+
+@ALL_MODES
+def test_recompute_does_not_change_the_current_rate(mode: Forward) -> None:
+    model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+    drop = inject(model, Dropout(0.4), layers=SITES, schedule=LinearSchedule(4))
+    drop.seek(1)
+    run(model, x, mode, between=lambda: drop.seek(3))
+    assert [site.p for site in drop.sites] == pytest.approx([0.3, 0.3])
+    drop.seek(0)
+    run(model, x, mode)
+    assert torch.equal(model(x), model(x))
+
+
+@ALL_MODES
+def test_measuring_a_recompute_reports_the_rate_of_the_forward(mode: Forward) -> None:
+    model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+    drop = inject(model, Dropout(0.8), layers=["0"], schedule=LinearSchedule(4))
+    drop.seek(1)
+    out = mode(model, x.requires_grad_())
+    drop.seek(4)
+    with drop.recording(last=0) as m:
+        out.sum().backward()
+    assert [m.totals.asked, m.totals.dropped] == pytest.approx([0.2, 0.2], abs=0.05)
+
+
+# --- several forwards, and what happens between them and the backward
+
+Scenario = Callable[[nn.Sequential, Tensor, Forward], Tensor]
+"""A function that returns the loss of forwards that a `Forward` runs."""
+
+
+def dropped(model: nn.Module, **settings: Any) -> Injection:
+    return inject(model, Dropout(0.5), layers=["0", "2"], **settings)
+
+
+def one_module_twice_in_a_forward(model: nn.Sequential, x: Tensor, way: Forward) -> Tensor:
+    dropped(model)
+    return way(model, way(model, x)).square().sum()
+
+
+def two_rates_before_one_backward(model: nn.Sequential, x: Tensor, way: Forward) -> Tensor:
+    """Neither the current rate nor that of the last forward is correct for both."""
+    drop, loss = dropped(model, schedule=LinearSchedule(4)), torch.zeros(())
+    for step in (1, 3):
+        drop.seek(step)
+        loss = loss + way(model, x).square().sum()
+    drop.seek(4)
+    return loss
+
+
+def the_first_two_steps_of_a_ramp(model: nn.Sequential, x: Tensor, way: Forward) -> Tensor:
+    """A forward at rate 0 draws nothing, so the next one starts from the same RNG state."""
+    drop = dropped(model, schedule=LinearSchedule(4))
+    first = way(model, x)
+    drop.step()
+    return (first * way(model, x)).sum()
+
+
+def a_clean_forward_before_a_noisy_one(model: nn.Sequential, x: Tensor, way: Forward) -> Tensor:
+    """As in consistency training. A disabled forward draws nothing, either."""
+    with dropped(model).disabled():
+        clean = way(model, x)
+    return (clean - way(model, x)).square().sum()
+
+
+def equal_seeds_at_two_rates(model: nn.Sequential, x: Tensor, way: Forward) -> Tensor:
+    drop = dropped(model)
+    torch.manual_seed(5)
+    first = way(model, x)
+    drop.target_p = 0.2
+    torch.manual_seed(5)
+    return (first * way(model, x)).sum()
+
+
+def a_teacher_from_the_same_rng_state(model: nn.Sequential, x: Tensor, way: Forward) -> Tensor:
+    with dropped(model).disabled():
+        student = way(model, x)
+    with torch.random.fork_rng(), torch.no_grad():
+        teacher = model(x)
+    return (student - teacher).square().sum()
+
+
+def a_probe_before_the_backward(model: nn.Sequential, x: Tensor, way: Forward) -> Tensor:
+    drop = dropped(model, schedule=LinearSchedule(4))
+    y = way(model, x)
+    drop.probe(x.detach(), step=4)
+    return y.square().sum()
+
+
+def a_backward_after_the_sampling_context(model: nn.Sequential, x: Tensor, way: Forward) -> Tensor:
+    with dropped(model.eval()).sampling():
+        y = way(model, x)
+    return y.square().sum()
+
+
+SCENARIOS = [
+    one_module_twice_in_a_forward,
+    two_rates_before_one_backward,
+    the_first_two_steps_of_a_ramp,
+    a_clean_forward_before_a_noisy_one,
+    equal_seeds_at_two_rates,
+    a_teacher_from_the_same_rng_state,
+    a_probe_before_the_backward,
+    a_backward_after_the_sampling_context,
+]
+
+
+def gradient(scenario: Scenario, way: Forward) -> Tensor:
+    model = mlp()
+    x = torch.linspace(-1, 1, 512).view(64, 8).requires_grad_()
+    torch.manual_seed(1)
+    scenario(model, x, way).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@ALL_MODES
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_gradients_of_several_forwards_equal_those_without_a_checkpoint(scenario: Scenario, mode: Forward) -> None:
+    torch.testing.assert_close(gradient(scenario, mode), gradient(scenario, plain))
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_injection_between_forward_and_backward_warns(replaced: bool) -> None:
+    model, x = mlp(), torch.ones(4, 8, requires_grad=True)
+    if replaced:
+        inject(model, Dropout(0.5), layers="0")
+    y = reentrant(model, x)
+    inject(model, Dropout(0.2), layers="0", on_existing="replace")
+    with pytest.warns(HookdropWarning, match="with an RNG state that none of its forwards had"):
+        y.sum().backward()
+
+
+def test_rng_state_is_read_from_the_device_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device may differ between forward and backward. Uses a fake CUDA module."""
+    requested: list[Any] = []
+
+    class Cuda:
+        @staticmethod
+        def get_rng_state(device: Any) -> Tensor:
+            requested.append(device)
+            return torch.get_rng_state()
+
+    with FakeTensorMode():
+        x = torch.empty(2, device="cuda:1")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Cuda)
+    checkpointing.rng_fingerprint((x, None))
+    checkpointing.rng_fingerprint(torch.ones(2))
+    assert requested == [torch.device("cuda:1")]
+
+
+def timm_model() -> tuple[Any, torch.Tensor]:
+    import timm
+
+    torch.manual_seed(0)
+    model = timm.create_model("resnet10t", num_classes=3)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = 0.0  # or a recompute updates the statistics twice
+    return model, torch.randn(2, 3, 32, 32)
+
+
+class TestTimm:
+    """After `model.set_grad_checkpointing()`, containers are iterated, so hooks on them do not fire."""
+
+    def test_a_container_is_an_error_or_warns(self) -> None:
+        """An error if it is named, a warning if a pattern matches it."""
+        model, x = timm_model()
+        model.set_grad_checkpointing()
+        with pytest.raises(LayerError, match="is not called in the forward pass: a hook on it never fires"):
+            inject(model, Dropout(0.3), layers="layer3", example_input=x)
+        assert not find(model)
+        with pytest.warns(HookdropWarning, match="never called in an eval forward, so the hooks there do not fire"):
+            drop = inject(model, Dropout(0.3), layers="layer[34]", example_input=x)
+        model(x)
+        drop.seek(1)
+        assert "never ran" in drop.check()[0]
+
+    def test_called_layers_are_regularized_exactly(self) -> None:
+        model, x = timm_model()
+        drop = inject(model, Dropout(0.3), layers=["layer3.*", "layer4.0.bn2"], example_input=x)
+        results = []
+        for on in (False, True):
+            model.set_grad_checkpointing(on)
+            results.append(run(model, x, plain))
+        assert all_equal(*results)
+        assert all(site.called for site in drop.sites)
+        drop.remove()
+        assert not all_equal(run(model, x, plain), results[0])
+
+
+def checkpointed() -> Any:
+    """Like timm: with checkpointing, containers are iterated instead of called."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential(m.blocks, 2, x, use_reentrant=False) if m.on else m.blocks(x)
+
+    return toy(forward, on=False, blocks=nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+
+
+def test_checkpointing_enabled_later_warns_without_a_handle() -> None:
+    """Without a schedule, a followed optimizer or a handle, the warning comes after 20 weight updates."""
+    model = checkpointed()
+    inject(model, Dropout(0.3), layers="block[s]", example_input=torch.ones(2, 8))
+    model.on = True
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for update in range(1, UPDATES_BEFORE_WARNING + 2):
+        model(torch.ones(2, 8)).sum().backward()
+        warns = pytest.warns(HookdropWarning, match="'blocks' never ran, so nothing is dropped there")
+        with warns if update == UPDATES_BEFORE_WARNING else nullcontext():
+            optimizer.step()
+
+
+def test_model_is_watched_until_all_sites_have_run() -> None:
+    model = checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    drop = inject(model, Dropout(0.3), layers="blocks.*")
+    optimizer.step()
+    assert id(drop._states[0]) in progress._watched
+    model(torch.ones(2, 8))
+    optimizer.step()
+    assert id(drop._states[0]) not in progress._watched
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_transformers_gradient_checkpointing(mode: bool) -> None:
+    model = llama().train()
+    drop = inject(model, Dropout(0.3), layers=["**.mlp", "**.self_attn"])
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    # The new name comes first, because the old one is deprecated.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": mode})
+    if mode:
+        model.enable_input_require_grads()
+    assert all_equal(gradients(), expected)
+    drop.remove()
+    assert not all_equal(gradients(), expected)
+
+
+def test_pytorch_checkpoint_wrapper() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    case = EVERY["DropBlock (sparse)"]
+    model, x = case.model(), case.input()
+    drop = inject(model, case.regularizer, layers=SITES)
+    expected = run(model, x, plain)
+    drop.remove()
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "Affine")
+    drop = inject(model, case.regularizer, layers=SITES)
+    assert [site.name for site in drop.sites] == SITES
+    assert all_equal(run(model, x, plain), expected)

@@ -1,7 +1,5 @@
 """Compiled models: hooks take effect immediately, at the right rate."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -24,12 +22,12 @@ from hookdrop import (
 )
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from hookdrop.recipes import set_dropout
+from hookdrop.utils.torch_internals import disable_dynamo
 from tests.support.compiling import graphs
 from tests.support.leaks import no_leaks
 from tests.support.models import toy, without_zeros
 from tests.support.programs import run_code
 from tests.support.tensors import X, zero_fraction, zeroed
-from tests.support.tensors import zeroed as zeroed_by
 from tests.support.training import optimize
 
 STRICT = ("-W", "error::UserWarning")
@@ -86,30 +84,30 @@ def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(
 ) -> None:
     """PyTorch's guards notice them, without a warning, a graph break or a new batch size."""
     model = net()
-    zeroed = partial(zeroed_by, compile_(model), torch.ones(64, 64, 12, 12))
+    fraction = partial(zeroed, compile_(model), torch.ones(64, 64, 12, 12))
 
-    assert zeroed() == 0
+    assert fraction() == 0
     for _ in range(2):
         drop = inject(model, regularizer, layers="0")
-        assert zeroed() == pytest.approx(0.5, abs=0.02)
+        assert fraction() == pytest.approx(0.5, abs=0.02)
         with without_hooks(model):
-            assert zeroed() == 0
-        assert zeroed() == pytest.approx(0.5, abs=0.02)
+            assert fraction() == 0
+        assert fraction() == pytest.approx(0.5, abs=0.02)
         with drop.disabled():
-            assert zeroed() == 0
+            assert fraction() == 0
         drop.target_p = 0.2
-        assert zeroed() == pytest.approx(0.2, abs=0.02)
+        assert fraction() == pytest.approx(0.2, abs=0.02)
         model.eval()
-        assert zeroed() == 0
+        assert fraction() == 0
         with drop.sampling(p=0.1):
-            assert zeroed() == pytest.approx(0.1, abs=0.02)
+            assert fraction() == pytest.approx(0.1, abs=0.02)
         model.train()
         drop.remove()
-        assert zeroed() == 0
+        assert fraction() == 0
     inject(model, regularizer, layers="1")
-    assert zeroed() > 0.4
+    assert fraction() > 0.4
     find(model).remove()
-    assert zeroed() == 0
+    assert fraction() == 0
 
 
 def test_unrelated_compiled_models_are_not_recompiled() -> None:
@@ -244,3 +242,83 @@ def test_compiled_model_leaks_nothing() -> None:
             with inject(model, DropBlock(0.5, 1, channel_dim=-1), layers="1"):
                 assert zero_fraction(fast(x)) > 0.3
         assert zero_fraction(fast(x)) == 0.0
+
+
+# --- private names of the compiler
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by dynamo
+def test_disable_dynamo() -> None:
+    """Without it, the compiler traces into the drawing operations, which read a number from a tensor."""
+    seen = []
+
+    @disable_dynamo
+    def outside(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    torch.compile(lambda x: outside(x) * 2, backend="eager")(torch.ones(2))
+    assert seen == [False]
+
+
+def test_code_before_the_compiler_is_imported() -> None:
+    """Without `torch._dynamo` as the compiler's name, functions that must stay eager are compiled.
+
+    Importing it takes as long as importing PyTorch, so `disable_dynamo` is not `torch.compiler.disable`, which imports it.
+    """
+    run_code("""
+import sys
+import torch
+from hookdrop.utils.torch_internals import compiler_is_imported, disable_dynamo, when_compiler_is_imported
+
+disable_dynamo(lambda x: x)
+found, finders = [], len(sys.meta_path)
+when_compiler_is_imported(lambda: found.append(callable(torch._dynamo.disable)))
+assert found == []
+assert not compiler_is_imported() and "torch._dynamo" not in sys.modules
+torch.compile(torch.sin, backend="eager")(torch.ones(1))
+assert found == [True], "called once, after the module is fully imported"
+assert compiler_is_imported()
+assert len(sys.meta_path) < finders, "hookdrop's finders were not removed"
+when_compiler_is_imported(lambda: found.append("at once"))
+assert found == [True, "at once"]
+""")
+
+
+def test_hook_guards() -> None:
+    """Without them, a hook that is placed after the first compiled call never runs.
+
+    Without the names that `enable_hook_guards` reads, code compiled before importing hookdrop keeps running without hooks.
+    `torch.export` must not count as compiled code, or the compiler would be reset needlessly, with a warning.
+    """
+    run_code("""
+import torch
+import torch._dynamo
+import torch.export
+from torch import nn
+
+import hookdrop
+from hookdrop.utils.torch_internals import enable_hook_guards
+
+config, x = torch._dynamo.config, torch.ones(1, 2)
+assert not config.skip_nnmodule_hook_guards, "set by hookdrop"
+layer = nn.Linear(2, 2)
+compiled = torch.compile(layer, backend="eager")
+compiled(x)
+handle = layer.register_forward_hook(lambda *_: torch.zeros(1, 2))
+assert not compiled(x).any()
+handle.remove()
+assert compiled(x).any()
+torch.compiler.reset()
+
+def unguarded():
+    config.skip_nnmodule_hook_guards = True  # as it is by default
+    return enable_hook_guards()
+
+assert not unguarded()
+torch.export.export(nn.Linear(2, 2), (x,), strict=True)
+assert not unguarded()
+torch.compile(nn.Linear(2, 2), backend="eager")(x)
+assert unguarded()
+assert not enable_hook_guards(), "hooks are guarded now"
+""")

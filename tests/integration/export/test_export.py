@@ -1,7 +1,5 @@
 """Traces, exports and scripts of hooked models. Nothing becomes a constant without an error or a warning."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -66,7 +64,6 @@ def onnx(model: nn.Module, x: torch.Tensor, dynamo: bool) -> bytes:
 
 
 def exported(model: nn.Module, x: torch.Tensor, strict: bool) -> Any:
-    """The nodes of the graph and its signature."""
     program = torch.export.export(model, (x,), strict=strict)
     assert not any(site.called for drop in find(model) for site in drop.sites)
     assert torch.equal(program.module()(x), model(x))
@@ -110,9 +107,7 @@ class TestTraceInTrainMode:
             (nn.functional.dropout, "in training"),
         ],
     )
-    def test_jit_trace_of_active_hooks_raises(
-        self, model: Small, images: torch.Tensor, regularizer: Any, when: str
-    ) -> None:
+    def test_active_hooks_raise(self, model: Small, images: torch.Tensor, regularizer: Any, when: str) -> None:
         """The model trains on after the error."""
         schedule = LinearSchedule(4) if "ramp" in when else None
         drop = inject(model, regularizer, layers="layer1.*.bn1", schedule=schedule)
@@ -208,9 +203,7 @@ class TestExportInTrainMode:
 
 class TestScripts:
     @pytest.mark.parametrize("at", ["output", "input"])
-    def test_without_hooks_allows_scripting_and_restores_the_hooks(
-        self, model: Small, images: torch.Tensor, at: str
-    ) -> None:
+    def test_without_hooks_allows_scripting(self, model: Small, images: torch.Tensor, at: str) -> None:
         clean = torch.jit.script(copy.deepcopy(model))
         drop = inject(model, Dropout(0.4), layers=["fc", "layer1.*"], at=at)
         places = [dict(getattr(m, f"_forward_{'pre_' if at == 'input' else ''}hooks")) for m in model.modules()]

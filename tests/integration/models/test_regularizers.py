@@ -1,16 +1,20 @@
-"""Regularizers of PyTorch, torchvision and timm: as references for hookdrop's, and in a hooked model."""
-
-from __future__ import annotations
+"""Regularizers, models and wrappers of other libraries: references, layers that never run, names of layers, optimizers."""
 
 import math
+import sys
+from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from hookdrop import DropPath, LinearSchedule, TokenDropout, inject
+from hookdrop import Dropout, DropPath, HookdropWarning, LayerError, LinearSchedule, TokenDropout, find, inject
 from hookdrop.functional import drop_block
-from tests.support.models import Small
+from hookdrop.utils import names as wrapper_names
+from tests.support.models import Small, from_timm, names, toy
+from tests.support.training import backward, scheduled
 
 
 @pytest.mark.parametrize("scale", [True, False])
@@ -81,3 +85,148 @@ def test_removed_tokens_are_those_of_timm_patch_dropout(p: float, prefix: int) -
         y = drop.train()(x)
         results.append((y, torch.autograd.grad(y.square().sum(), x)[0]))
     assert all(map(torch.equal, *results))
+
+
+def direct() -> nn.Module:
+    """Calls `forward` of a submodule directly."""
+    return toy(lambda self, x: self.fc.forward(x), fc=nn.Linear(8, 8))
+
+
+def square(size: int) -> torch.Tensor:
+    return torch.randn(1, 3, size, size)
+
+
+NARROW = {"img_size": 32, "depth": 1, "embed_dim": 32, "num_heads": 2}
+
+
+def tiny_swin() -> nn.Module:
+    return pytest.importorskip("torchvision").models.SwinTransformer([4, 4], 12, [1, 1], [2, 2], [4, 4])
+
+
+NEVER = {
+    "called by .forward()": (direct, torch.ones(2, 8), "fc", "f?"),
+    "torchvision swin attn.qkv": (tiny_swin, square(32), "features.1.0.attn.qkv", "**.attn.qkv"),
+    "timm attn_drop under fused attention": (
+        from_timm("vit_tiny_patch16_224", **NARROW), square(32), "blocks.0.attn.attn_drop", "**.attn_drop",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NEVER.values(), ids=NEVER)
+def test_never_called(case: tuple[Callable[[], nn.Module], torch.Tensor, str, str]) -> None:
+    """Weights used directly or branches not taken: named sites raise, matched sites warn, without an example later."""
+    make, x, name, pattern = case
+    model = make()
+    with pytest.raises(LayerError, match="is not called in the forward pass: a hook on it never fires"):
+        inject(model, Dropout(0.3), layers=name, example_input=x)
+    with pytest.warns(HookdropWarning, match=r"sites? never called in an eval forward, so the hooks there do not fire"):
+        inject(model, Dropout(0.3), layers=pattern, example_input=x).remove()
+    drop = inject(model, Dropout(0.3), layers=name)
+    model(torch.cat([x, x]))
+    drop.seek(1)
+    assert [text.partition("\n")[0] for text in drop.check()] == [
+        f"'dropout': {name!r} never ran, so nothing is dropped there."
+    ]
+
+
+def ema(model: nn.Module) -> nn.Module:
+    return pytest.importorskip("timm").utils.ModelEmaV3(model)
+
+
+def lora(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["fc"]))
+
+
+def fabric(model: nn.Module) -> nn.Module:
+    return pytest.importorskip("lightning").Fabric(accelerator="cpu").setup_module(model)
+
+
+def timm_task(model: nn.Module) -> nn.Module:
+    return pytest.importorskip("timm.task").ClassificationTask(model, nn.CrossEntropyLoss())
+
+
+def stand_in(name: str, attribute: str) -> Callable[[nn.Module], nn.Module]:
+    """A class with the name and the attribute of a wrapper whose library is not a test dependency."""
+
+    def wrap(model: nn.Module) -> nn.Module:
+        module, _, class_name = name.rpartition(".")
+        cls = type(class_name, (nn.Module,), {})
+        sys.modules[module] = ModuleType(module)
+        setattr(sys.modules[module], class_name, cls)
+        wrapped: nn.Module = cls()
+        setattr(wrapped, attribute, model)
+        return wrapped
+
+    return wrap
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("deepspeed.runtime.engine", "ema_pytorch.ema_pytorch", "opacus.grad_sample.gsm_base"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    wrapper_names.wrapped_attribute.cache_clear()  # type: ignore[attr-defined]
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DataParallel": nn.DataParallel,
+    "torch.compile": torch.compile,
+    "AveragedModel": AveragedModel,
+    "timm's EMA": ema,
+    "PEFT": lora,
+    "Fabric": fabric,
+    "timm's TrainingTask": timm_task,
+    "DeepSpeed": stand_in("deepspeed.runtime.engine.DeepSpeedEngine", "module"),
+    "ema-pytorch": stand_in("ema_pytorch.ema_pytorch.EMA", "ema_model"),
+    "Opacus": stand_in("opacus.grad_sample.gsm_base.AbstractGradSampleModule", "_module"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*LeafSpec")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_layers_keep_their_names(name: str, model: Small) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model.layer1[0] = checkpoint_wrapper(model.layer1[0])
+    wrapped = WRAPPERS[name](model)
+    assert names(wrapped, "layer1.*") == ["layer1.0", "layer1.1"]
+    assert names(wrapped, "layer1.0.bn1") == ["layer1.0.bn1"]
+    assert names(wrapped, "layer1.0._checkpoint_wrapped_module.bn1") == ["layer1.0.bn1"]
+    with inject(wrapped, Dropout(0.3), layers="layer1.*") as drop:
+        assert [site.name for site in drop.sites] == ["layer1.0", "layer1.1"]
+        assert [site.name for site in find(wrapped).sites] == ["layer1.0", "layer1.1"]
+    if prefix := {"DataParallel": "module", "torch.compile": "_orig_mod", "PEFT": "base_model.model"}.get(name):
+        assert names(wrapped, f"{prefix}.layer1.*.bn1") == ["layer1.0.bn1", "layer1.1.bn1"]
+        with inject(wrapped, Dropout(0.3), layers=f"{prefix}.layer1.*") as drop:
+            assert find(model) == find(wrapped) == drop
+
+
+def test_follow_through_timm_lookahead() -> None:
+    from timm.optim import Lookahead
+
+    model, drop, optimizer = scheduled()
+    lookahead = Lookahead(optimizer)
+    drop.follow(lookahead)
+    drop.follow(optimizer)
+    for _ in range(3):
+        backward(model)
+        lookahead.step()
+    assert drop.step_count == 3
+
+
+def test_follow_through_the_accelerate_wrapper() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import GradientState
+
+    GradientState._reset_state()  # a loader of another test, at whose end every step synchronizes
+    model, drop, optimizer = scheduled()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    drop.follow(wrapped)
+    drop.follow(wrapped)
+    for _ in range(6):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(torch.ones(2, 4)).sum())
+            wrapped.step()
+            wrapped.zero_grad()
+    assert drop.step_count == 3

@@ -1,7 +1,5 @@
 """Module surgery after inject: lost hooks are reported, kept hooks work, moved and copied hooks are found."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import prune
 
 from hookdrop import Dropout, HookdropWarning, Injection, LinearSchedule, find, inject, without_hooks
 from hookdrop.hooks.hook import SiteHook
@@ -29,7 +27,6 @@ def drop(model: Small) -> Injection:
 
 
 def hooked_modules(model: nn.Module) -> list[str]:
-    """Return the current names of the modules that have a hook of hookdrop."""
     return [
         name
         for name, module in model.named_modules()
@@ -59,9 +56,7 @@ LOSES_HOOKS: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
 
 class TestLostHooks:
     @pytest.mark.parametrize("how", LOSES_HOOKS)
-    def test_check_reports_lost_hooks_and_the_fix(
-        self, model: Small, drop: Injection, images: torch.Tensor, how: str
-    ) -> None:
+    def test_lost_hooks_are_reported(self, model: Small, drop: Injection, images: torch.Tensor, how: str) -> None:
         surgery, lost = LOSES_HOOKS[how]
         surgery(model)
         with pytest.warns(HookdropWarning, match="lost their hook"):  # in the first training forward
@@ -114,23 +109,9 @@ class TestLostHooks:
         steps(20)
 
 
-def parametrize_and_remove(model: Small) -> None:
-    torch.nn.utils.parametrizations.weight_norm(model.fc)
-    assert type(model.fc) is not nn.Linear
-    parametrize.remove_parametrizations(model.fc, "weight")
-
-
 def move_to_meta_and_back(model: Small) -> None:
     state = copy.deepcopy(model.state_dict())
     model.to("meta").to_empty(device="cpu").load_state_dict(state)
-
-
-def swap_on_conversion(model: Small) -> None:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.double().float().load_state_dict(Small().state_dict())
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def fuse_for_qat(model: Small) -> None:
@@ -149,10 +130,8 @@ def merge_lora(model: Small) -> None:
 
 KEEPS_HOOKS: dict[str, Callable[[Small], Any]] = {
     "parametrize": lambda model: torch.nn.utils.parametrizations.spectral_norm(model.fc),
-    "remove_parametrizations": parametrize_and_remove,
     "prune": lambda model: prune.l1_unstructured(model.fc, "weight", 0.3),
     "to_empty": move_to_meta_and_back,
-    "set_swap_module_params_on_conversion": swap_on_conversion,
     "quantize_dynamic": quantize_dynamically,
     "fuse_modules_qat": fuse_for_qat,
     "peft merge_and_unload": merge_lora,
@@ -207,9 +186,7 @@ class TestMovedHooks:
         drop.remove()
         assert hooked_modules(model) == []
 
-    def test_fuse_modules_copies_the_hooks_of_the_first_module_and_check_reports_it(
-        self, images: torch.Tensor, at: str
-    ) -> None:
+    def test_fuse_modules_copies_the_hooks_of_the_first_module(self, images: torch.Tensor, at: str) -> None:
         """At the input the original hook moves as well, so the input would be dropped twice."""
         model = sequence()
         drop = inject(model, Dropout(0.5), layers=["0", "3"], at=at, schedule=LinearSchedule(4))
@@ -254,9 +231,7 @@ class TestCopiedHooks:
             find(model).remove()
         assert hooked_modules(model) == []
 
-    def test_copies_of_a_part_or_of_the_model_and_shared_layers_are_not_reported(
-        self, model: Small, drop: Injection, images: torch.Tensor
-    ) -> None:
+    def test_other_copies_are_not_reported(self, model: Small, drop: Injection, images: torch.Tensor) -> None:
         """For example a teacher or an EMA."""
         part, pair = copy.deepcopy(model.layer1), nn.ModuleList([model, copy.deepcopy(model)])
         part(model.conv1(images))

@@ -1,19 +1,19 @@
-"""The recipes neftune, layer_drop, head_dropout and patch_dropout on models of transformers, timm and torchvision."""
+"""The recipes neftune, layer_drop, head_dropout, patch_dropout and drop_key on models of transformers, timm and torchvision."""
 
-from __future__ import annotations
-
-import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookdrop import DropPath, InjectionError, LayerError, NEFTune, find, inject
-from hookdrop.recipes import head_dropout, layer_drop, neftune, patch_dropout, stochastic_depth
+from hookdrop.recipes import drop_key, head_dropout, layer_drop, neftune, patch_dropout, stochastic_depth
+from hookdrop.survey.isolation import call
+from tests.support.models import toy
 from tests.support.training import train_step
-from tests.support.transformers_models import IDS, SIZE, llama, t5
+from tests.support.transformers_models import IDS, bert, llama, t5
 
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
@@ -21,7 +21,6 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # transformers, in PEFT
 
-IMAGE: dict[str, Any] = {"image_size": 32, "patch_size": 8}
 MASK = torch.ones(4, 7, dtype=torch.long)
 MASK[0, 4:] = MASK[1, :2] = 0
 PIXELS = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -59,33 +58,16 @@ class TestNEFTune:
         assert torch.equal(masks[0], MASK == 1)
         assert torch.equal(masks[1], MASK[:, :5] == 1)
 
-    def test_transformers_own_neftune_at_the_same_time_raises(self) -> None:
-        from transformers.integrations.neftune import activate_neftune
 
-        model = llama()
-        activate_neftune(model, 5)
-        with pytest.raises(InjectionError, match="own NEFTune is already active at 'model.embed_tokens'"):
-            inject(model, neftune())
-
-    def test_a_model_without_a_token_embedding_raises(self) -> None:
-        with pytest.raises(LayerError, match=r"looks up the tokens(.|\n)*name the embedding"):
-            inject(timm_vit(), neftune(), example_input=PIXELS)
-
-
-class TestLayerDrop:
-    def test_a_kv_cache_in_training_raises_with_its_config_and_generation_works(self) -> None:
-        models = {"model.config": llama(use_cache=True), "model.decoder.config": t5()}
-        models["model.decoder.config"].decoder.config.use_cache = True
-        for config, model in models.items():
-            inject(model.train(), layer_drop(p=0.5))
-            inputs = {"decoder_input_ids": IDS, "use_cache": True} if "decoder" in config else {}
-            with pytest.raises(InjectionError, match=rf"KV cache(.|\n)*\n  {config}.use_cache = False"):
-                model(IDS, **inputs)
-        models["model.config"].eval().generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
-
-    def test_a_residual_cnn_raises(self) -> None:
-        with pytest.raises(LayerError, match=r"could be skipped(.|\n)*stochastic_depth"):
-            inject(timm.create_model("resnet10t"), layer_drop())
+def test_a_kv_cache_in_training_raises_with_its_config_and_generation_works() -> None:
+    models = {"model.config": llama(use_cache=True), "model.decoder.config": t5()}
+    models["model.decoder.config"].decoder.config.use_cache = True
+    for config, model in models.items():
+        inject(model.train(), layer_drop(p=0.5))
+        inputs = {"decoder_input_ids": IDS, "use_cache": True} if "decoder" in config else {}
+        with pytest.raises(InjectionError, match=rf"KV cache(.|\n)*\n  {config}.use_cache = False"):
+            model(IDS, **inputs)
+    models["model.config"].eval().generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
 def swin() -> nn.Module:
@@ -124,19 +106,18 @@ def test_models_that_do_not_call_their_projection_raise() -> None:
         inject(model, head_dropout(), example_input=torch.randn(1, 3, 32, 32))
 
 
-class TestSamplesInWindows:
-    @pytest.mark.parametrize("recipe", [head_dropout(p=0.5), DropPath(0.5)])
-    def test_a_sample_is_dropped_in_all_of_its_windows_or_in_none(self, recipe: Any) -> None:
-        model = swin().train()
-        layers = None if recipe == head_dropout(p=0.5) else "layers.0.*.0.attn"
-        drop = inject(model, recipe, layers=layers, example_input=PIXELS)
-        with drop.recording(last=9) as recording:
-            model(PIXELS)
-            model(PIXELS[:3])
-        for site in drop.sites[:2]:
-            for call, batch in zip(recording.calls(site.name), (4, 3), strict=True):
-                kept = (call.after != 0).unflatten(-1, (3, -1)).any(-1).any(1).view(batch, -1, 3)
-                assert torch.equal(kept, kept[:, :1].expand_as(kept))
+@pytest.mark.parametrize("recipe", [head_dropout(p=0.5), DropPath(0.5)])
+def test_a_sample_is_dropped_in_all_of_its_windows_or_in_none(recipe: Any) -> None:
+    model = swin().train()
+    layers = None if recipe == head_dropout(p=0.5) else "layers.0.*.0.attn"
+    drop = inject(model, recipe, layers=layers, example_input=PIXELS)
+    with drop.recording(last=9) as recording:
+        model(PIXELS)
+        model(PIXELS[:3])
+    for site in drop.sites[:2]:
+        for record, batch in zip(recording.calls(site.name), (4, 3), strict=True):
+            kept = (record.after != 0).unflatten(-1, (3, -1)).any(-1).any(1).view(batch, -1, 3)
+            assert torch.equal(kept, kept[:, :1].expand_as(kept))
 
 
 class TestPatchDropout:
@@ -162,24 +143,6 @@ class TestPatchDropout:
         x = torch.randn(2, 3, 64, 64)
         inject(clean, patch_dropout(p=0.5), example_input=x)
         assert all(map(torch.equal, train_step(clean, x), train_step(native, x)))
-
-    @pytest.mark.parametrize(
-        ("make", "reason"),
-        [
-            (swin, "no tensor (N, L, C) of image patches"),
-            (lambda: timm.create_model("eva02_tiny_patch14_224", depth=1, img_size=56), "depends on the position"),
-            (lambda: transformers.ViTForMaskedImageModeling(transformers.ViTConfig(**SIZE, **IMAGE)), "tokens"),
-        ],
-        ids=["windows", "rope", "dense"],
-    )
-    def test_models_whose_layers_need_all_tokens_raise_with_the_reason(
-        self, make: Callable[[], nn.Module], reason: str
-    ) -> None:
-        model = make()
-        x = torch.randn(2, 3, 56, 56) if reason == "depends on the position" else PIXELS
-        with pytest.raises(LayerError, match=re.escape(reason)):
-            inject(model, patch_dropout(), example_input=x)
-        assert not find(model)
 
     def test_a_model_that_already_removes_patches_raises(self) -> None:
         with pytest.raises(InjectionError, match=r"already has it(.|\n)*patch_drop_rate=0.0"):
@@ -254,3 +217,106 @@ def test_recipes_find_their_sites_under_peft() -> None:
     assert torch.equal((record.before != record.after).any(-1), MASK == 1)
     assert [site.name.rpartition(".")[2] for site in heads.sites] == ["o_proj"] * 2
     assert all(site.called for site in heads.sites)
+
+
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def vit(**settings: Any) -> nn.Module:
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 4}
+    return timm.create_model("vit_tiny_patch16_224", **sizes, **settings)
+
+
+def heads(self: Any, tokens: Tensor) -> Tensor:
+    q, k, v = self.into(tokens).unflatten(-1, (3, 2, 8)).unbind(2)
+    weights = self.normalize(torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5)
+    return torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
+
+
+def handwritten() -> nn.Module:
+    """Its names and its structure are those of no library; its router has a softmax, too."""
+
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        for one in self.mix:
+            tokens = tokens + one(tokens) * self.route(tokens).softmax(-1)[..., :1]
+        return tokens
+
+    layers = [toy(heads, into=nn.Linear(16, 48), normalize=nn.Softmax(dim=-1)) for _ in range(2)]
+    return toy(forward, mix=nn.ModuleList(layers), route=nn.Linear(16, 2))
+
+
+TEXT = {"input_ids": IDS}
+SITES: dict[str, tuple[Any, Any, list[str]]] = {
+    "vit": (vit, IMAGES, [f"blocks.{i}.attn" for i in range(4)]),
+    "llama": (llama, TEXT, [f"model.layers.{i}.self_attn" for i in range(2)]),
+    "t5": (
+        t5,
+        {**TEXT, "decoder_input_ids": IDS},
+        [
+            *(f"encoder.block.{i}.layer.0.SelfAttention" for i in range(2)),
+            *(f"decoder.block.{i}.layer.{j}.{kind}Attention" for i in range(2) for j, kind in enumerate(("Self", "EncDec"))),
+        ],
+    ),
+    "torch": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 2),
+        torch.randn(2, 5, 16),
+        ["layers.0.self_attn", "layers.1.self_attn"],
+    ),
+    "handwritten": (handwritten, torch.randn(2, 5, 16), ["mix.0", "mix.1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_sites_are_the_layers_that_compute_attention_and_rates_fall_with_depth(name: str) -> None:
+    make, example, sites = SITES[name]
+    model = make().train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fused eval path")
+        drop = inject(model, drop_key(p=0.4), example_input=example)
+    assert [site.name for site in drop.sites] == sites
+    assert [site.p for site in drop.sites] == pytest.approx([0.4 * (1 - i / len(sites)) for i in range(len(sites))])
+    with drop.recording() as recorded:
+        call(model, example)
+    assert list(recorded) == sites
+    for site in sites:
+        record = recorded[site]
+        assert record.before.dim() == 4
+        assert 0.0 < record.dropped < 1.0
+        assert torch.equal(record.after.isneginf(), record.before.isneginf() | ~record.mask)
+
+
+def logits(model: nn.Module, ids: Tensor, **settings: Any) -> Tensor:
+    torch.manual_seed(0)
+    return model(input_ids=ids, **settings)[0]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+class TestTransformers:
+    def test_padding_stays_masked(self, implementation: str) -> None:
+        model = bert(kind="Model")
+        model.set_attn_implementation(implementation)
+        inject(model.train(), drop_key(p=0.5), example_input={"input_ids": IDS})
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        mask = torch.ones_like(IDS)
+        mask[:2, -3:] = 0
+        other = torch.where(mask == 1, IDS, IDS + 1)
+        found, expected = (logits(model, ids, attention_mask=mask) for ids in (other, IDS))
+        assert torch.equal(found[mask == 1], expected[mask == 1])
+        assert expected.isfinite().all()
+
+    def test_both_kernels_draw_the_same_masks(self, implementation: str) -> None:
+        model, twin = llama(attn_implementation=implementation), llama(attn_implementation="eager")
+        twin.load_state_dict(model.state_dict())
+        for one in (model.train(), twin.train()):
+            inject(one, drop_key(p=0.5), example_input=IDS)
+        torch.testing.assert_close(logits(model, IDS), logits(twin, IDS))
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_a_kernel_that_hides_scores_is_refused_with_the_argument_that_selects_another() -> None:
+    model = llama(attn_implementation="flex_attention")
+    with pytest.raises(LayerError, match='attn_implementation="sdpa"'):
+        inject(model, drop_key(p=0.1), example_input=IDS)

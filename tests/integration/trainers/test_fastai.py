@@ -35,7 +35,6 @@ RATE = "hookdrop/dropout/p"
 
 class Data(TensorDataset):
     def new_empty(self) -> Data:
-        """The data of an exported learner."""
         return Data(*(tensor[:0] for tensor in self.tensors))
 
 
@@ -79,15 +78,12 @@ def learner(folder: Path) -> Learner:
 
 
 def ramp(first: int, last: int, total: int = 0) -> Any:
-    """The rates of the steps from `first` to before `last`."""
     return pytest.approx([0.4 * step / (total or last) for step in range(first, last)])
 
 
 class TestSteps:
     @pytest.mark.parametrize(("samples", "batches"), [(1, 1), (8, 2), (7, 2), (16, 4)])
-    def test_fractions_cover_the_fit_and_accumulated_batches_count_once(
-        self, samples: int, batches: int, learn: Learner
-    ) -> None:
+    def test_fractions_cover_the_fit_of_accumulated_batches(self, samples: int, batches: int, learn: Learner) -> None:
         """Accumulation continues across epochs: 6 batches are one and a half steps of 4 batches."""
         rates, accumulation = Rates(), [GradientAccumulation(samples)] if batches > 1 else []
         learn.fit(2, cbs=[InjectionCallback(HEAD), *accumulation, rates])

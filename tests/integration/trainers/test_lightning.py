@@ -1,7 +1,5 @@
 """`hookdrop.integrations.lightning.InjectionCallback`."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import dataclasses
@@ -97,7 +95,6 @@ def trainer(*callbacks: Any, **settings: Any) -> Any:
 
 
 def rates(steps: int, p: float = 0.3) -> Any:
-    """The rates of a ramp over the whole training."""
     return pytest.approx([p * step / steps for step in range(steps)])
 
 
@@ -296,34 +293,32 @@ trainer:
 """
 
 
-class TestCommandLine:
-    def test_specs_in_a_configuration_file(self, tmp_path: Path) -> None:
-        pytest.importorskip("jsonargparse")
-        from lightning.pytorch.cli import LightningCLI
+def test_specs_in_a_configuration_file(tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
 
-        file, saved = tmp_path / "given.yaml", tmp_path / "saved" / "config.yaml"
-        file.write_text(CONFIG)
-        for config in (file, saved):  # Lightning saves the configuration of each fit
-            args = ["--config", str(config), f"--trainer.default_root_dir={config.parent / 'saved'}"]
-            cli = LightningCLI(Classifier, args=args, run=False)
-            cli.trainer.fit(cli.model, data())
-            callback = next(each for each in cli.trainer.callbacks if isinstance(each, InjectionCallback))
-            assert [(drop.name, str(drop.schedule)) for drop in callback.injection] == [
-                ("dropblock", "LinearSchedule(steps=12)"),
-                ("dropout", "ConstantSchedule()"),
-            ]
+    file, saved = tmp_path / "given.yaml", tmp_path / "saved" / "config.yaml"
+    file.write_text(CONFIG)
+    for config in (file, saved):  # Lightning saves the configuration of each fit
+        args = ["--config", str(config), f"--trainer.default_root_dir={config.parent / 'saved'}"]
+        cli = LightningCLI(Classifier, args=args, run=False)
+        cli.trainer.fit(cli.model, data())
+        callback = next(each for each in cli.trainer.callbacks if isinstance(each, InjectionCallback))
+        assert [(drop.name, str(drop.schedule)) for drop in callback.injection] == [
+            ("dropblock", "LinearSchedule(steps=12)"),
+            ("dropout", "ConstantSchedule()"),
+        ]
 
 
-class TestLogs:
-    def test_metrics_are_logged_unless_disabled(self, tmp_path: Path) -> None:
-        loggers = {log: CSVLogger(tmp_path, name=f"log={log}") for log in (True, False)}
-        for log, logger in loggers.items():
-            callback = InjectionCallback(BLOCK, log=log)
-            trainer(callback, logger=logger, log_every_n_steps=1).fit(Classifier(), data())
-        assert not (Path(loggers[False].log_dir) / "metrics.csv").exists()
-        with (Path(loggers[True].log_dir) / "metrics.csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if row["hookdrop/dropblock/p"]]
-        assert [float(row["hookdrop/dropblock/p"]) for row in rows] == rates(12)
+def test_metrics_are_logged_unless_disabled(tmp_path: Path) -> None:
+    loggers = {log: CSVLogger(tmp_path, name=f"log={log}") for log in (True, False)}
+    for log, logger in loggers.items():
+        callback = InjectionCallback(BLOCK, log=log)
+        trainer(callback, logger=logger, log_every_n_steps=1).fit(Classifier(), data())
+    assert not (Path(loggers[False].log_dir) / "metrics.csv").exists()
+    with (Path(loggers[True].log_dir) / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["hookdrop/dropblock/p"]]
+    assert [float(row["hookdrop/dropblock/p"]) for row in rows] == rates(12)
 
 
 class TestErrors:

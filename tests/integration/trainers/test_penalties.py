@@ -1,7 +1,6 @@
 """The callbacks for trainers add the loss terms of penalties: the weights equal those of the terms written by hand."""
 
-from __future__ import annotations
-
+import importlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +27,8 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def spec(layers: str) -> InjectionSpec:
-    return InjectionSpec("ActivationPenalty(l2=2.0, slowness=0)", layers=layers)
+def callbacks(cls: Any, penalty: str, layers: str) -> list[Any]:
+    return [cls(InjectionSpec("ActivationPenalty(l2=2.0, slowness=0)", layers=layers))] if penalty == "callback" else []
 
 
 def keep(layer: nn.Module) -> list[Tensor]:
@@ -57,6 +56,7 @@ def fit_lightning(
     from lightning.pytorch.plugins import MixedPrecision
 
     from hookdrop.integrations.lightning import InjectionCallback
+    from tests.integration.trainers.test_lightning import trainer
 
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -81,15 +81,10 @@ def fit_lightning(
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
-    settings |= (
-        {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))} if scaled else {}
-    )
-    trainer = lightning.Trainer(
-        callbacks=[InjectionCallback(spec("model.0"))] if penalty == "callback" else [],
-        max_epochs=1, accelerator="cpu", default_root_dir=folder, **quiet, **settings,
-    )  # fmt: skip
-    trainer.fit(model := Classifier(), DataLoader(TensorDataset(X, Y), batch_size=4))
+    if scaled:
+        settings["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+    made = trainer(*callbacks(InjectionCallback, penalty, "model.0"), max_epochs=1, default_root_dir=folder, **settings)
+    made.fit(model := Classifier(), DataLoader(TensorDataset(X, Y), batch_size=4))
     return model
 
 
@@ -116,9 +111,9 @@ def fit_fastai(folder: Path, penalty: str, samples: int = 0) -> nn.Module:
         DataLoaders(Loader(data, bs=4), Loader(data, bs=4)), model, loss_func=loss, path=folder,
         opt_func=lambda params, lr: OptimWrapper(params, torch.optim.SGD, lr=lr),
     )  # fmt: skip
-    callbacks = [InjectionCallback(spec("0"))] if penalty == "callback" else []
+    accumulation = [GradientAccumulation(samples)] if samples else []
     with learn.no_bar(), learn.no_logging():
-        learn.fit(1, 0.1, cbs=[*callbacks, *([GradientAccumulation(samples)] if samples else [])])
+        learn.fit(1, 0.1, cbs=[*callbacks(InjectionCallback, penalty, "0"), *accumulation])
     return model
 
 
@@ -127,10 +122,11 @@ def fit_transformers(
 ) -> nn.Module:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
     from transformers.utils import logging as log
 
     from hookdrop.integrations.transformers import InjectionCallback
+    from tests.integration.trainers.test_transformers import trainer
     from tests.support import transformers_models
 
     log.set_verbosity_error()
@@ -147,18 +143,11 @@ def fit_transformers(
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             return loss + 2 * kept[0].pow(2).mean() if penalty == "by hand" and model.training else loss
 
-    tokens = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(16)]
-    defaults: dict[str, Any] = {
-        "num_train_epochs": 2, "per_device_train_batch_size": 4, "report_to": [], "save_strategy": "no",
-        "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no", "learning_rate": 0.1, "optim": "sgd",
-        "eval_strategy": "epoch", "lr_scheduler_type": "constant",
-    }  # fmt: skip
-    args = TrainingArguments(output_dir=str(folder), **(defaults | settings))
-    callback = InjectionCallback(spec("model.layers.0.mlp")) if penalty == "callback" else None
-    others = None if callback is None or register else [callback]
-    made = ByHand(model, args, train_dataset=tokens, eval_dataset=tokens, callbacks=others)
-    if callback is not None and register:
-        callback.register(made)
+    sgd = {"learning_rate": 0.1, "optim": "sgd", "eval_strategy": "epoch", "lr_scheduler_type": "constant"}
+    given = callbacks(InjectionCallback, penalty, "model.layers.0.mlp")
+    made = trainer(folder, *(given if register else []), model=model, cls=ByHand, **sgd, **settings)
+    if given and not register:
+        made.add_callback(given[0])
     made.train()
     return model
 
@@ -191,3 +180,18 @@ def test_without_register_transformers_does_not_add_the_penalty_and_it_warns(tmp
     with pytest.warns(HookdropWarning, match="nothing read the loss terms"):
         found = fit_transformers(tmp_path, "callback", register=False, num_train_epochs=7)
     assert all_equal(weights(found), weights(fit_transformers(tmp_path, "none", num_train_epochs=7)))
+
+
+@pytest.mark.parametrize("trainer", ["fastai", "lightning", "transformers"])
+def test_specs_that_are_malformed_or_missing_are_refused(trainer: str) -> None:
+    pytest.importorskip(trainer)
+    callback: Any = importlib.import_module(f"hookdrop.integrations.{trainer}").InjectionCallback
+    with pytest.raises(TypeError, match=r"no argument 'layer'(?s:.)*layers"):
+        callback({"regularizer": "Dropout(p=0.1)", "layer": "1"})
+    with pytest.raises(TypeError, match="at least one spec"):
+        callback()
+    spec = {"regularizer": "Dropout(p=0.1)", "layers": "1"}
+    with pytest.raises(TypeError, match=r"InjectionCallback\(\*specs\)"):
+        callback([spec, spec])
+    for specs in () if trainer == "fastai" else (spec, [spec]):
+        assert repr(callback(specs=specs)) == "<InjectionCallback: 1 spec>"

@@ -1,7 +1,5 @@
 """`hookdrop.integrations.transformers.InjectionCallback`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -56,7 +54,7 @@ def llama() -> LlamaForCausalLM:
     return transformers_models.llama(use_cache=True)
 
 
-def trainer(folder: Path, *callbacks: Any, model: Any = None, **settings: Any) -> Trainer:
+def trainer(folder: Path, *callbacks: Any, model: Any = None, cls: Any = Trainer, **settings: Any) -> Trainer:
     tokens = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(16)]
     defaults: dict[str, Any] = {
         "num_train_epochs": 2, "per_device_train_batch_size": 4, "report_to": [], "save_strategy": "no",
@@ -64,7 +62,7 @@ def trainer(folder: Path, *callbacks: Any, model: Any = None, **settings: Any) -
     }  # fmt: skip
     args = TrainingArguments(output_dir=str(folder), **(defaults | settings))
     model = {"model_init": llama} if model is None else {"model": model}
-    made = Trainer(args=args, train_dataset=tokens, callbacks=[SeedSteps()], **model)
+    made = cls(args=args, train_dataset=tokens, eval_dataset=tokens, callbacks=[SeedSteps()], **model)
     for callback in callbacks:
         callback.register(made) if isinstance(callback, InjectionCallback) else made.add_callback(callback)
     return made
@@ -172,25 +170,22 @@ class TestResume:
         assert not find(made.model)
 
 
-class TestLogs:
-    def test_reporters_receive_the_metrics(self, tmp_path: Path) -> None:
-        seen: list[dict[str, Any]] = []
+def test_reporters_receive_the_metrics(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
 
-        class Reporter(TrainerCallback):
-            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-                seen.append(dict(logs))
+    class Reporter(TrainerCallback):
+        def on_log(args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.append(dict(logs))
 
-        for log in (True, False):
-            made = trainer(tmp_path, logging_strategy="steps", logging_steps=1)
-            made.add_callback(Reporter())
-            InjectionCallback(BRANCHES, log=log).register(made)
-            made.train()
-            find(made.model).remove()
-            assert not any("hookdrop" in name for name in made.evaluate(made.train_dataset))
-        rates = [
-            row["hookdrop/residual_dropout/p"] for row in seen if {"loss", "hookdrop/residual_dropout/p"} <= {*row}
-        ]
-        assert rates == pytest.approx([0.3 * step / 8 for step in range(8)])
+    for log in (True, False):
+        made = trainer(tmp_path, logging_strategy="steps", logging_steps=1)
+        made.add_callback(Reporter())
+        InjectionCallback(BRANCHES, log=log).register(made)
+        made.train()
+        find(made.model).remove()
+        assert not any("hookdrop" in name for name in made.evaluate(made.train_dataset))
+    rates = [row["hookdrop/residual_dropout/p"] for row in seen if {"loss", "hookdrop/residual_dropout/p"} <= {*row}]
+    assert rates == pytest.approx([0.3 * step / 8 for step in range(8)])
 
 
 def test_ranks_draw_different_masks_at_equal_rates(tmp_path: Path) -> None:

@@ -1,26 +1,58 @@
-"""Automatic warnings during training, and no false alarms."""
-
-from __future__ import annotations
+"""Automatic warnings during training, what `check` reports, and no false alarms."""
 
 import copy
 import gc
+import re
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hookdrop import Dropout, HookdropWarning, LinearSchedule, inject
+from hookdrop import (
+    DropBlock,
+    Dropout,
+    Dropout2d,
+    DropPath,
+    FeatureAlphaDropout,
+    GaussianNoise,
+    HookdropWarning,
+    Injection,
+    LinearSchedule,
+    Masksembles,
+    Regularizer,
+    ShapeError,
+    inject,
+    plan,
+)
+from hookdrop.guards import progress
+from hookdrop.guards.messages import MESSAGES
+from hookdrop.guards.plan import Planned
+from hookdrop.guards.problems import Comparison
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
-from tests.support.models import mlp, toy
+from hookdrop.recipes import set_dropout
+from tests.support.models import Small, mlp, toy
 from tests.support.training import optimize, sgd, train
+
+
+def training(steps: int = 1000, layer: str = "0") -> tuple[nn.Sequential, Injection, torch.optim.Optimizer]:
+    """A model with Dropout and a schedule at one layer, of which "1" has no weights, and an optimizer."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    return model, inject(model, Dropout(0.5), layers=layer, schedule=LinearSchedule(steps)), sgd(model)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1) -> None:
+    for _ in range(times):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
 
 
 class TestSchedules:
     def test_schedule_that_is_not_advancing_warns_after_20_updates(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
+        model, *_ = training(10)
         optimize(model, UPDATES_BEFORE_WARNING)
         with pytest.warns(HookdropWarning) as caught:
             optimize(model, 2 * UPDATES_BEFORE_WARNING)
@@ -28,18 +60,13 @@ class TestSchedules:
         assert "is still at step 0 of LinearSchedule(steps=10)" in str(caught[0].message)
 
     def test_gradient_accumulation_and_recurrent_calls_do_not_count_as_updates(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
-        train(model, torch.ones(2), 1000)
+        train(training(10)[0], torch.ones(2), 1000)
 
     @pytest.mark.parametrize("how", ["loaded", "copied", "another optimizer", "stopped following"])
     def test_schedule_that_stops_advancing_warns(self, how: str) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-        optimizer = sgd(model)
+        model, drop, optimizer = training()
         drop.follow(optimizer)
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
+        update(model, optimizer)
         if how == "loaded":
             state = drop.state_dict()
             drop.remove()
@@ -54,11 +81,9 @@ class TestSchedules:
 
     def test_finished_schedule_does_not_warn(self) -> None:
         """Also if the followed optimizer is deleted."""
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1))
-        drop.follow(optimizer := sgd(model))
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
+        model, drop, optimizer = training(1)
+        drop.follow(optimizer)
+        update(model, optimizer)
         del optimizer
         gc.collect()
         optimize(model, 3 * UPDATES_BEFORE_WARNING)
@@ -69,39 +94,28 @@ class TestSchedules:
     def test_schedule_that_is_not_advancing_warns_if_the_hooked_layer_is_not_updated(
         self, layer: str, start: str
     ) -> None:
-        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        place = "1" if layer == "without weights" else "0"
-        drop = inject(model, Dropout(0.5), layers=place, schedule=LinearSchedule(1000))
+        model, drop, optimizer = training(layer="1" if layer == "without weights" else "0")
         model[0].requires_grad_(layer != "frozen")
-        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         if start == "loaded":
             drop.load_state_dict(drop.state_dict() | {"step_count": 7})
         if start == "no longer followed":
             drop.follow(optimizer)
-        if start == "deleted optimizer":
-            drop.follow(sgd(model))
-            gc.collect()
-
-        def update(times: int) -> None:
-            for _ in range(times):
-                model(torch.ones(2, 2)).sum().backward()
-                optimizer.step()
-
-        if start == "no longer followed":
-            update(3 * UPDATES_BEFORE_WARNING)
+            update(model, optimizer, 3 * UPDATES_BEFORE_WARNING)
             drop.follow(None)
         gone = start == "deleted optimizer"
+        if gone:
+            drop.follow(sgd(model))
+            gc.collect()
         text = "the optimizer that it followed no longer exists" if gone else "its schedule is not advancing"
         with pytest.warns(HookdropWarning, match=text) as caught:
-            update(2 * UPDATES_BEFORE_WARNING)
+            update(model, optimizer, 2 * UPDATES_BEFORE_WARNING)
         assert len(caught) == 1
         assert any(text in problem for problem in drop.check())
         drop.seek(1000)
         assert drop.check() == []
 
     def test_schedule_that_is_stepped_once_per_epoch_warns_at_the_second_step(self) -> None:
-        model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(100))
+        model, drop, _ = training(100, "1")
         for _ in range(2):
             optimize(model, UPDATES_BEFORE_WARNING)
             drop.step()
@@ -111,31 +125,23 @@ class TestSchedules:
 
     @pytest.mark.parametrize("drive", [lambda drop: drop.step(20), lambda drop: drop.seek(drop.step_count + 20)])
     def test_schedule_that_catches_up_after_each_epoch_does_not_warn(self, drive: Callable[[Any], None]) -> None:
-        model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(100))
+        model, drop, _ = training(100, "1")
         for _ in range(4):
             optimize(model, UPDATES_BEFORE_WARNING)
             drive(drop)
         assert drop.check() == []
 
     def test_schedule_in_epochs_warns_at_100_times_its_end(self) -> None:
-        model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(3))
-        optimizer = sgd(model)
+        model, drop, optimizer = training(3, "1")
         drop.follow(optimizer)
-        model(torch.ones(2)).sum().backward()
-        for _ in range(299):
-            optimizer.step()
+        update(model, optimizer, 299)
         with pytest.warns(HookdropWarning, match=r"LinearSchedule\(steps=3\) ended long ago.*step 300"):
             optimizer.step()
-        for _ in range(100):
-            optimizer.step()
+        update(model, optimizer, 100)
 
     def test_schedule_that_advances_at_every_batch_warns(self) -> None:
         """With accumulated gradients, it would end early. Two steps for one update are no coincidence after 20."""
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-        optimizer = sgd(model)
+        model, drop, optimizer = training()
 
         def train_on_batches(count: int) -> None:
             for batch in range(count):
@@ -150,13 +156,10 @@ class TestSchedules:
 
     def test_lost_hooks_are_reported_instead_of_the_schedule(self) -> None:
         """A followed optimizer no longer counts steps once all hooks are gone."""
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(1000))
-        optimizer = sgd(model)
+        model, drop, optimizer = training(layer="2")
         drop.follow(optimizer)
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
-        model[1] = nn.Linear(2, 2)
+        update(model, optimizer)
+        model[2] = nn.Linear(2, 2)
         with pytest.warns(HookdropWarning) as caught:
             optimize(model, 3 * UPDATES_BEFORE_WARNING)
         assert [str(w.message).partition(":")[2][:29] for w in caught] == [" 1 of 1 sites lost their hook"]
@@ -166,21 +169,17 @@ class TestSchedules:
         "drive", [lambda d, o: d.step(), lambda d, o: d.seek(d.step_count + 1), lambda d, o: d.follow(o)]
     )
     def test_stepped_or_followed_schedule_does_not_warn(self, drive: Callable[..., Any]) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
-        optimizer = sgd(model)
+        model, drop, optimizer = training(10)
         drive(drop, optimizer)
         for _ in range(3 * UPDATES_BEFORE_WARNING):
-            model(torch.ones(2)).sum().backward()
-            optimizer.step()
+            update(model, optimizer)
             if not drop._states[0].followed:
                 drive(drop, optimizer)
         assert drop.check() == []
         drop.metrics()
 
     def test_rebuilt_optimizer_warns_at_its_first_step(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
+        model, drop, _ = training()
         drop.follow(sgd(model))
         gc.collect()
         with pytest.warns(HookdropWarning, match="the optimizer that it followed no longer exists"):
@@ -203,14 +202,6 @@ class TestHealthyTrainings:
         assert drop.step_count == 2
 
 
-def test_eval_mode_warning_names_all_sites() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)).eval()
-    model[1].train()
-    inject(model, Dropout(0.1), layers="*")
-    with pytest.warns(HookdropWarning, match="'dropout': '0', '2' only ran in eval mode"):
-        optimize(model, 2 * UPDATES_BEFORE_WARNING)
-
-
 @pytest.mark.parametrize("hooked", ["model", "average"])
 def test_hooked_weight_average_does_not_warn(hooked: str) -> None:
     """Nor does a hooked student whose copy is its teacher, in eval mode."""
@@ -229,3 +220,198 @@ def test_hooked_weight_average_does_not_warn(hooked: str) -> None:
     if hooked == "average":
         with drop.sampling():
             average(torch.ones(2, 8))
+
+
+class TestChecks:
+    def test_check_right_after_inject_reports_nothing(self, model: Small, images: torch.Tensor) -> None:
+        """Sites that have not run are reported only after another site has run or the schedule has advanced."""
+        drop = inject(model, Dropout(0.1), layers=["fc", "layer1.*"], schedule=LinearSchedule(10))
+        assert drop.check() == []
+        drop.step()
+        assert "never ran" in drop.check()[0]
+        model(images)
+        assert drop.check() == []
+
+    def test_state_dict_and_metrics_never_warn(self, model: Small) -> None:
+        """They run at every training step, possibly under `-W error`."""
+        drop = inject(model, Dropout(0.1), layers="fc", schedule=LinearSchedule(100))
+        model.fc = nn.Identity()
+        drop.step(20)
+        drop.state_dict()
+        drop.metrics()
+        with pytest.warns(HookdropWarning, match="lost their hook"):
+            drop.remove()
+
+    def test_replaced_dropout_of_the_model_is_reported(self) -> None:
+        model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
+        drop = inject(model, set_dropout(p=0.2), example_input=torch.ones(2), schedule=LinearSchedule(50))
+        assert drop.check() == []
+        model[1] = nn.Dropout(0.7)
+        (problem,) = drop.check()
+        assert problem.startswith("'set_dropout': 1 of 2 sites lost their hook or rate: '1'")
+        model[0] = nn.Identity()
+        assert [one.partition(":")[2][:7] for one in drop.check()] == [" 2 of 2"]
+
+    def test_layers_always_in_eval_mode_are_reported(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, Dropout(0.1), layers="layer?.*")
+        model.layer2.eval()
+        model(images)
+        (problem,) = drop.check()
+        assert "'layer2.0', 'layer2.1' only ran in eval mode" in problem
+        assert [site.calls for site in drop.probe(images).sites.values()] == [3, 3, 0, 0]
+
+    def test_check_after_an_eval_forward_reports_nothing(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, Dropout(0.1), layers="layer?.*")
+        model.eval()(images)
+        assert drop.check() == []
+        drop.state_dict()
+
+
+def test_sites_whose_rows_are_not_all_samples_warn_at_the_first_training_forward() -> None:
+    forward = lambda m, x: m.after(m.inside(x.flatten(0, 1)).view(x.shape))  # noqa: E731
+    model, x = toy(forward, inside=nn.Linear(2, 2), after=nn.Linear(2, 2)), torch.ones(2, 4, 2)
+    drop = inject(model, DropPath(0.5), layers="*")
+    model.eval()(x)
+    with pytest.warns(HookdropWarning, match=r"'inside' has 8 and 'after' 2(.|\n)*example_input"):
+        model.train()(x)
+    model(x)
+    drop.remove()
+    for right in (DropPath(0.5, "batch"), DropPath(0.5)):
+        with inject(model, right, layers="*", example_input=x):
+            model(x)
+
+
+ROOT = Path(__file__).parents[3]
+TABLE = (ROOT / "docs/architecture.md").read_text().partition("\n## Guards\n")[2].partition("\n## ")[0]
+ROWS = {kind: cells for kind, *cells in re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", TABLE, flags=re.M)}
+DETECTED_BY = (Planned, Comparison, progress.Progress, progress)
+
+
+def test_every_guard_has_a_row() -> None:
+    assert list(ROWS) == list(MESSAGES)
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_the_code_documents_the_detection_and_the_row_names_a_test(kind: str) -> None:
+    _, test = ROWS[kind]
+    (found,) = [place for place in DETECTED_BY if hasattr(place, kind) or kind in getattr(place, "__annotations__", {})]
+    assert getattr(found, kind).__doc__
+    path, _, names = test.strip("`").partition("::")
+    text = (ROOT / "tests" / path).read_text()
+    assert all(re.search(rf"(class|def) {name}\b", text) for name in names.split("::"))
+
+
+@pytest.mark.parametrize("regularizer", [DropBlock(0.95, 3), DropPath(0.8)])
+def test_rates_that_look_like_keep_prob_warn(regularizer: Regularizer) -> None:
+    (warning,) = plan(nn.Sequential(nn.Identity()), regularizer, layers="0").warnings
+    assert f"did you mean keep_prob={regularizer.p:g}?" in warning
+
+
+@pytest.mark.parametrize("regularizer", [DropPath(0.79), DropPath(0.96), Dropout(0.9), DropPath(keep_prob=0.9)])
+def test_other_rates_do_not_warn(regularizer: Regularizer) -> None:
+    assert plan(nn.Sequential(nn.Identity()), regularizer, layers="0").warnings == []
+
+
+def skips() -> nn.Module:
+    """Drops whole samples, in training mode."""
+    return toy(lambda m, x: x * (torch.rand(len(x), 1) > m.chance) if m.training else x, chance=0.1)
+
+
+@pytest.mark.parametrize("drops", [nn.Dropout(0.1), skips(), DropPath(0.1)])
+@pytest.mark.parametrize("place", ["0", "1", "2"], ids=["layer", "gain", "itself"])
+def test_layers_that_already_drop_warn(drops: nn.Module, place: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), toy(lambda m, x: x * torch.ones(4)), drops, nn.Linear(4, 4))
+    (warning,) = plan(model, Dropout(0.1), layers=place, example_input=torch.ones(2, 4)).warnings
+    assert f"Dropout at '{place}': '2' already drops there" in warning
+    assert not plan(model, Dropout(0.1), layers="3", example_input=torch.ones(2, 4)).warnings
+
+
+@pytest.mark.parametrize("drops", [nn.Dropout(0.0), nn.Identity(), nn.ReLU(), nn.Sequential()])
+def test_layers_that_drop_nothing_do_not_warn(drops: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), drops)
+    assert not plan(model, Dropout(0.1), layers="*", example_input=torch.ones(2, 4)).warnings
+
+
+def test_drop_path_on_whole_blocks_warns(model: Small, images: torch.Tensor) -> None:
+    drafted = plan(model, DropPath(0.1), layers="layer1.*", example_input=images)
+    (warning,) = [text for text in drafted.warnings if "whole residual block" in text]
+    assert warning.startswith("DropPath at 'layer1.0': the output includes the input")
+    assert warning.endswith("such as attn, mlp or bn3. (and 1 more site like it)")
+
+
+def nhwc() -> nn.Module:
+    forward = lambda m, x: m.stage2(m.stage1(x)[:, ::2, ::2])  # noqa: E731
+    return toy(forward, stage1=nn.Linear(24, 24), stage2=nn.Linear(24, 24))
+
+
+X = torch.randn(2, 14, 14, 24)
+
+
+class TestShapes:
+    def test_first_forward_checks_shapes_even_at_rate_0(self) -> None:
+        model, tokens = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 196, 8)
+        inject(model, DropBlock(0.1, 7), layers="1", schedule=LinearSchedule(100))
+        model.eval()(tokens)
+        with pytest.raises(ShapeError, match="DropBlock at '1' got"):
+            model.train()(tokens)
+
+    @pytest.mark.parametrize("regularizer", [DropBlock(0.1, 3), Dropout2d(0.1)], ids=repr)
+    def test_plan_warns_about_nhwc_maps(self, regularizer: nn.Module) -> None:
+        drafted = plan(nhwc(), regularizer, layers="*", example_input=X)
+        assert [site.reading for site in drafted.sites] == ["C=14 H=14 W=24", "C=7 H=7 W=24"]
+        (warning,) = drafted.warnings
+        assert "'stage1': reads (2, 14, 14, 24) as C=14 H=14 W=24; that looks like NHWC: " in warning
+        assert warning.endswith("(and 1 more site like it)")
+
+    def test_nhwc_maps_warn_once(self) -> None:
+        """At the first forward, or before it in the plan."""
+        for settings in ({}, {"example_input": X}):
+            model = nhwc()
+            with warnings.catch_warnings(record=True, action="always") as caught:
+                inject(model, DropBlock(0.1, 3), layers="*", **settings)
+                train(model, X, 3)
+            assert ["looks like NHWC" in str(one.message) for one in caught] == [True]
+
+    def test_channel_dim_silences_the_nhwc_warning(self) -> None:
+        drafted = plan(nhwc(), DropBlock(0.1, 3, channel_dim=-1), layers="*", example_input=X)
+        assert [site.reading for site in drafted.sites] == ["C=24 H=14 W=14", "C=24 H=7 W=7"]
+        assert drafted.warnings == []
+
+    def test_plan_checks_every_call_of_a_layer(self) -> None:
+        """The first of two maps that a head is called with is too small."""
+        pyramid = toy(lambda m, x: m.head(x[:, :, ::4, ::4]).sum() + m.head(x).sum(), head=nn.Identity())
+        drafted = plan(pyramid, DropBlock(0.1, 3), layers="head", example_input=torch.ones(1, 2, 12, 12))
+        assert (drafted.sites[0].calls, drafted.sites[0].shape) == (2, (1, 2, 12, 12))
+        assert "covers the whole 3x3 map" in drafted.warnings[0]
+
+
+def packed(model: nn.Module) -> object:
+    return model(nn.utils.rnn.pack_sequence([torch.randn(5, 3), torch.randn(2, 3)]))
+
+
+@pytest.mark.parametrize("regularizer", [DropPath(0.5), FeatureAlphaDropout(0.5), Masksembles(2, 1.5)])
+def test_a_packed_sequence_is_refused_by_what_treats_rows_as_samples(regularizer: nn.Module) -> None:
+    model = nn.Sequential(nn.LSTM(3, 16))
+    inject(model, regularizer, layers="0")
+    with pytest.raises(ShapeError):
+        packed(model)
+
+
+@pytest.mark.parametrize("regularizer", [Dropout(0.5), DropPath(0.5, mode="batch"), GaussianNoise(0.1)])
+def test_a_packed_sequence_is_regularized_by_what_ignores_samples(regularizer: nn.Module) -> None:
+    model = nn.Sequential(nn.LSTM(3, 4))
+    drop = inject(model, regularizer, layers="0")
+    packed(model)
+    assert drop.sites[0].called
+
+
+def test_a_strided_nested_tensor_is_refused_with_the_layout_that_works() -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+    inject(model, Dropout(0.5), layers="0")
+    parts = [torch.randn(5, 3), torch.randn(2, 3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of PyTorch, about this layout
+        strided = torch.nested.nested_tensor(parts)
+        with pytest.raises(ShapeError):
+            model(strided)
+    assert model(torch.nested.nested_tensor(parts, layout=torch.jagged)).is_nested

@@ -1,7 +1,5 @@
 """Seeds of ranks: `seed_per_rank`, and warnings about ranks with equal seeds. The ranks share a store in one process."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,9 +54,7 @@ def test_seed_per_rank_is_idempotent(unseeded: None) -> None:
     assert seed_per_rank() == seed_per_rank(4) != seed
 
 
-def test_the_rank_comes_from_torchrun_before_init_process_group(
-    unseeded: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank_comes_from_torchrun_before_init(unseeded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = seed_per_rank(3)
     monkeypatch.setenv("RANK", "1")
     assert seed_per_rank(3) == seed_per_rank(3, rank=1) != alone == seed_per_rank(3, rank=0)
@@ -169,8 +165,6 @@ def test_equal_seeds_do_not_warn_before_training_or_while_disabled(model: Small,
 
 
 class CountingStore(dist.Store):
-    """Counts the requests to a store."""
-
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
         self.store, self.requests = store, 0

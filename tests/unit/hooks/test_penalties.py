@@ -1,6 +1,4 @@
-"""Loss terms: collected in training forwards, read once with `Injection.penalty`, and never kept for long."""
-
-from __future__ import annotations
+"""Loss terms: the formula, its shapes and settings; collected in training forwards, read once, and never kept for long."""
 
 import copy
 import gc
@@ -14,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import (
@@ -22,12 +21,19 @@ from hookdrop import (
     HookdropWarning,
     Injection,
     InjectionError,
-    LinearSchedule,
+    LayerError,
+    Penalty,
+    Rate,
+    ShapeError,
     find,
     inject,
+    plan,
     update_bn,
 )
+from hookdrop.functional import activation_penalty
 from hookdrop.hooks import penalties
+from hookdrop.testing import check_regularizer
+from tests.support.models import toy
 from tests.support.tensors import all_equal
 
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
@@ -43,11 +49,16 @@ def penalized(**settings: Any) -> tuple[nn.Sequential, Injection]:
     return model, inject(model, ActivationPenalty(), layers=["0", "2"], **settings)
 
 
-def by_hand(model: nn.Sequential, x: Tensor = X) -> Tensor:
+def by_hand(h: Tensor, l2: float = 2.0, slowness: float = 1.0, time_dim: int = 1) -> Tensor:
+    """As in main.py of awd-lstm-lm, where time is axis 0."""
+    h = h.transpose(0, time_dim)
+    return l2 * h.pow(2).mean() + slowness * (h[1:] - h[:-1]).pow(2).mean()
+
+
+def of_layers(model: nn.Sequential, x: Tensor = X) -> Tensor:
     """The penalty at the layers 0 and 2."""
     first = model[0].forward(x)
-    second = model[2].forward(torch.tanh(first))
-    return sum((2 * h.pow(2).mean() + (h[:, 1:] - h[:, :-1]).pow(2).mean() for h in (first, second)), torch.zeros(()))
+    return by_hand(first) + by_hand(model[2].forward(torch.tanh(first)))
 
 
 def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
@@ -62,7 +73,7 @@ def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
 def test_the_gradient_is_that_of_the_penalty_written_out() -> None:
     """The output is that of the layer itself."""
     model, drop = penalized()
-    expected = gradients(model, lambda: model(X).square().mean() + by_hand(model))
+    expected = gradients(model, lambda: model(X).square().mean() + of_layers(model))
     drop.penalty()
     torch.testing.assert_close(gradients(model, lambda: model(X).square().mean() + drop.penalty()), expected)
     assert torch.equal(model(X), net()(X))
@@ -75,26 +86,10 @@ def test_a_reading_sums_all_forwards_of_all_threads_and_clears_the_sum() -> None
         _ = [thread.start() for thread in threads], [thread.join() for thread in threads]
     assert recorded.totals.calls == 6
     found = drop.penalty()
-    torch.testing.assert_close(found, 2 * by_hand(model) + by_hand(model, 2 * X))
+    torch.testing.assert_close(found, 2 * of_layers(model) + of_layers(model, 2 * X))
     assert found.shape == ()
     assert drop.penalty() == 0
     assert not drop.penalty().requires_grad
-
-
-def test_schedule_p_scale_and_target_scale_it() -> None:
-    alone = nn.Sequential(net()[0])
-    first = inject(alone, ActivationPenalty(), layers="0")
-    alone(X)
-    whole = first.penalty()
-    model, drop = penalized(schedule=LinearSchedule(steps=4), p_scale={"2": 0.0})
-    for step in range(6):
-        drop.seek(step)
-        model(X)
-        torch.testing.assert_close(drop.penalty(), whole * min(1.0, step / 4))
-    drop.target_p = 3.0
-    model(X)
-    torch.testing.assert_close(drop.penalty(), 3.0 * whole)
-    assert drop.metrics()["hookdrop/activationpenalty/scale"] == 3.0
 
 
 def test_find_sums_over_names_and_skips_those_without_a_penalty() -> None:
@@ -102,7 +97,7 @@ def test_find_sums_over_names_and_skips_those_without_a_penalty() -> None:
     other = inject(model, ActivationPenalty(l2=1.0, slowness=0.0), layers="1", name="other")
     inject(model, Dropout(p=0.5), layers="3")
     model(X)
-    expected = by_hand(model) + torch.tanh(model[0].forward(X)).pow(2).mean()
+    expected = of_layers(model) + torch.tanh(model[0].forward(X)).pow(2).mean()
     torch.testing.assert_close(find(model).penalty(), expected)
     assert drop.penalty() == other.penalty() == 0
 
@@ -245,7 +240,7 @@ def test_unread_terms_of_earlier_updates_are_forgotten_so_that_a_late_reading_wo
     train(model, 5)
     found = gradients(model, lambda: model(X).square().mean() + drop.penalty())
     drop.remove()
-    torch.testing.assert_close(found, gradients(model, lambda: model(X).square().mean() + by_hand(model)))
+    torch.testing.assert_close(found, gradients(model, lambda: model(X).square().mean() + of_layers(model)))
 
 
 class Marker(torch.autograd.Function):
@@ -303,4 +298,139 @@ def test_the_number_of_unread_terms_is_bounded_without_updates(monkeypatch: pyte
     with pytest.warns(HookdropWarning, match=r"more than 10 loss terms were not read(.|\n)*drop.disabled") as caught:
         _ = [model(X) for _ in range(9)]
     assert len(caught) == 1
-    torch.testing.assert_close(drop.penalty(), 5 * by_hand(model))
+    torch.testing.assert_close(drop.penalty(), 5 * of_layers(model))
+
+
+# --- the formula
+
+
+@pytest.mark.parametrize("time_dim", [0, 1, -2])
+@pytest.mark.parametrize(("l2", "slowness"), [(2.0, 1.0), (0.0, 3.0), (0.5, 0.0)])
+def test_value_and_gradient_equal_the_formula_of_the_authors(l2: float, slowness: float, time_dim: int) -> None:
+    x = torch.randn(5, 7, 3, dtype=torch.float64, requires_grad=True)
+    found, expected = activation_penalty(x, l2, slowness, time_dim), by_hand(x, l2, slowness, time_dim)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(term, x)[0] for term in (found, expected)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
+    """The squares overflow float16, and their sum has no digits left in bfloat16."""
+    x = (torch.randn(4, 500, 8) + 300.0).to(dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        term = activation_penalty(x)
+    assert term.dtype == torch.float32
+    torch.testing.assert_close(term, by_hand(x.float()))
+    assert torch.autograd.grad(term, x)[0].dtype == dtype
+
+
+@pytest.mark.parametrize(("shape", "term"), [((0, 5, 3), 0), ((4, 0, 3), 0), ((4, 1, 3), 2)])
+def test_few_elements_and_a_single_time_step_without_slowness(shape: tuple[int, ...], term: int) -> None:
+    assert activation_penalty(torch.ones(shape)) == term
+
+
+def test_in_place_layers_after_the_site_change_neither_the_value_nor_the_gradient() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)), torch.randn(4, 6, 3)
+    expected = torch.autograd.grad(by_hand(model[0](x)), model[0].weight)[0]
+    drop = inject(model, ActivationPenalty(), layers="0")
+    model(x)
+    torch.testing.assert_close(torch.autograd.grad(drop.penalty(), model[0].weight)[0], expected)
+
+
+# --- settings and shapes
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_batch_of_a_recurrent_layer_is_not_taken_for_time(kind: type[nn.RNNBase], batch_first: bool) -> None:
+    """fastai#1460 had the batch as the time axis."""
+    model = nn.Sequential(kind(4, 4, batch_first=batch_first))
+    right, wrong = int(batch_first), 1 - int(batch_first)
+    with pytest.raises(LayerError, match=rf"batch_first={batch_first}(.|\n)*write time_dim={right}"):
+        inject(model, ActivationPenalty(time_dim=wrong), layers="0")
+    inject(model, ActivationPenalty(time_dim=wrong, slowness=0), layers="0").remove()
+    drop = inject(model, ActivationPenalty(time_dim=right - 3), layers="0")
+    output, _ = model(torch.randn(5, 7, 4))
+    torch.testing.assert_close(drop.penalty(), by_hand(output, time_dim=right))
+
+
+def test_the_first_tensor_of_an_lstm_or_the_chosen_one_is_penalized() -> None:
+    x = torch.randn(2, 5, 3)
+    for tensor, factor in ((None, 1), ("extra", 9), ("all", 1 + 4 + 9)):
+        model = nn.Sequential(toy(lambda m, x: {"hidden": (x, 2 * x), "extra": 3 * x}))
+        drop = inject(model, ActivationPenalty(), layers="0", tensor=tensor)
+        model(x)
+        torch.testing.assert_close(drop.penalty(), factor * by_hand(x))
+
+
+def test_axes_that_are_probably_not_time_warn() -> None:
+    model, image = nn.Sequential(nn.Identity()), torch.zeros(2, 3, 8, 8)
+    assert "as T=3; for a map use ActivationPenalty(slowness=0)" in "".join(
+        plan(model, ActivationPenalty(), layers="0", example_input=image).warnings
+    )
+    inject(model, ActivationPenalty(time_dim=-1), layers="0")
+    with pytest.warns(HookdropWarning, match="reads the last axis of"):
+        model(image[0])
+
+
+def test_packed_sequences_have_a_mean_of_squares_but_no_next_step() -> None:
+    model, packed = nn.Sequential(nn.LSTM(4, 4)), pack_padded_sequence(torch.randn(5, 2, 4), [5, 3])
+    drop = inject(model, ActivationPenalty(time_dim=0), layers="0")
+    with pytest.raises(ShapeError, match=r"PackedSequence(.|\n)*slowness=0"):
+        model(packed)
+    drop.remove()
+    with inject(model, Dropout(0.5, shared=(1,)), layers="0"), pytest.raises(ShapeError):
+        model(packed)
+    drop = inject(model, ActivationPenalty(slowness=0), layers="0")
+    output, _ = model(packed)
+    torch.testing.assert_close(drop.penalty(), 2 * output.data.pow(2).mean())
+
+
+# --- penalties of users
+
+
+class Sparsity(Penalty):
+    rate = Rate("l1", high=1e6, kind="factor")
+
+    def __init__(self, l1: float = 0.01) -> None:
+        super().__init__()
+        self.l1 = l1
+
+    def penalize(self, x: Tensor, rate: Any) -> Tensor:
+        return rate * x.abs().mean()
+
+
+def test_a_penalty_of_a_user_passes_the_checks() -> None:
+    check_regularizer(Sparsity(), expected_failures={"compiled_code_equals_eager_code": "in tests/integration/compile"})
+
+
+class Returning(Sparsity):
+    def __init__(self, term: Any = None) -> None:
+        super().__init__()
+        self.term = term
+
+    def penalize(self, x: Tensor, rate: Any) -> Tensor:
+        return self.term
+
+
+class Undefined(Penalty):
+    rate = None
+
+
+@pytest.mark.parametrize(
+    ("penalty", "error", "says"),
+    [
+        (
+            Returning(torch.ones(3)),
+            ShapeError,
+            r"at '0': penalize returned a tensor of shape \(3,\), but a loss term is a 0-d",
+        ),
+        (Returning(None), ShapeError, "at '0': penalize returned NoneType, but a loss term is a 0-d tensor"),
+        (Undefined(), NotImplementedError, r"Undefined must define penalize\(self, x, rate\)"),
+    ],
+)
+def test_a_term_that_is_not_a_scalar_raises(penalty: Penalty, error: type[Exception], says: str) -> None:
+    model = nn.Sequential(nn.Identity())
+    inject(model, penalty, layers="0")
+    with pytest.raises(error, match=says):
+        model(torch.ones(2))

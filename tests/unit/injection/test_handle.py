@@ -1,7 +1,5 @@
 """Handles: rates, contexts, reports, and several injections on one model. test_state_machine.py has orders of calls."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import warnings
@@ -27,10 +25,9 @@ from hookdrop import (
     without_hooks,
 )
 from hookdrop.hooks.registry import hooks_of
-from tests.support.injections import layer
 from tests.support.models import ROWS, Small, mlp, pair
 from tests.support.tensors import zeroed
-from tests.support.training import sgd
+from tests.support.training import layer, sgd
 
 
 def rates(drop: Injection) -> list[Any]:
@@ -88,23 +85,6 @@ class TestRates:
             drop.seek(10)
             assert drop.p == 0.2
         assert rates(drop) == [0.2, 0.2, 0.8, 0.8]
-
-    def test_sampling_drops_in_eval_mode_without_changing_batch_norm(self, model: Small, images: torch.Tensor) -> None:
-        drop = inject(model, DropBlock(0.5, 3), layers="layer1.*")
-        clean = model.eval()(images)
-        statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        with drop.sampling():
-            samples = torch.stack([model(images) for _ in range(8)])
-        assert samples.std(0).min() > 0
-        assert all(torch.equal(buffer, statistics[name]) for name, buffer in model.named_buffers())
-        assert torch.equal(model(images), clean)
-
-    def test_sampling_at_rate_0_raises(self) -> None:
-        """For example, an EMA copy that was never stepped is at step 0 of its schedule."""
-        _, drop = layer(0.3, schedule=LinearSchedule(10))
-        for settings in ({}, {"p": 0}):
-            with pytest.raises(InjectionError), drop.sampling(**settings):
-                pass
 
 
 class TestUnits:

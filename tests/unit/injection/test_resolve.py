@@ -1,8 +1,8 @@
-"""Invalid arguments of `inject` and `plan`, and modules that need special treatment."""
+"""Arguments of `inject` and `plan`, tables and warnings of plans, and modules that need special treatment."""
 
-from __future__ import annotations
-
+import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,9 @@ from torch import nn
 
 from hookdrop import (
     ClipActivationGrad,
+    DropBlock,
     Dropout,
+    HookdropWarning,
     InjectionError,
     LambdaSchedule,
     LayerError,
@@ -24,9 +26,9 @@ from hookdrop import (
     plan,
     without_hooks,
 )
-from tests.support.injections import UNCHANGED
-from tests.support.models import Small
-from tests.support.training import sgd
+from hookdrop.injection.verbs import place
+from tests.support.models import Small, toy
+from tests.support.training import UNCHANGED, sgd
 
 
 def no_rate(x: torch.Tensor) -> torch.Tensor:
@@ -165,3 +167,113 @@ def test_layers_that_cannot_be_hooked() -> None:
     for use in (find, layers, lambda m: without_hooks(m).__enter__()):
         with pytest.raises(TypeError):
             use("resnet50")
+
+
+def test_string_regularizers_in_a_mapping(model: Small) -> None:
+    drop = inject(model, {"layer1.*": "Dropout2d(p=0.1)", nn.Linear: "Dropout(p=0.5)"}, schedule=LinearSchedule(2))
+    assert drop.name == "dropout2d_dropout"
+    drop.step(2)
+    assert [site.p for site in drop.sites] == [0.1, 0.1, 0.5]
+
+
+def test_injecting_twice_raises_unless_on_existing_is_set(model: Small) -> None:
+    def cell(**kwargs: Any) -> Any:
+        return inject(model, DropBlock(0.1, 3), layers="layer?.*", **kwargs)
+
+    cell()
+    for settings in ({}, {"on_existing": "stack"}):
+        with pytest.raises(InjectionError):
+            cell(**settings)
+    cell(on_existing="replace")
+    assert len(find(model)) == 1
+    cell(on_existing="stack", name="second")
+    assert [drop.name for drop in find(model)] == ["dropblock", "second"]
+
+
+def test_failure_while_placing_removes_the_hooks_already_placed(model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no more hooks")
+
+    monkeypatch.setattr(model.layer2[1], "register_forward_hook", refuse)
+    with pytest.raises(RuntimeError, match="no more hooks"):
+        inject(model, Dropout(0.1), layers="layer?.*")
+    assert not find(model)
+
+
+def test_warning_as_error_places_no_hook(model: Small) -> None:
+    with pytest.raises(HookdropWarning):
+        inject(model, Dropout(0.1), layers="layer1.**")
+    assert not find(model)
+
+
+class TestPlans:
+    def test_dropout_before_batch_norm_warns(self, model: Small, images: torch.Tensor) -> None:
+        """Variance shift, arXiv:1801.05134: the convolution's output is directly before the norm."""
+        drafted = plan(model, Dropout(0.5), layers="**.conv1", example_input=images)
+        assert "4 sites directly before a batch norm at p >= 0.3: 'layer1.0.conv1'" in drafted.warnings[-1]
+        assert plan(model, Dropout(0.1), layers="**.conv1", example_input=images).warnings == []
+        assert plan(model, Dropout(0.5), layers="**.bn1", example_input=images).warnings == []
+
+    @pytest.mark.parametrize(
+        ("make", "layers", "says"),
+        [
+            (lambda: nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), "linear2", "leaves its fused eval path"),
+            (
+                lambda: Small().requires_grad_(False),
+                "layer1.0",
+                "1 site on frozen layers, whose output is still regularized",
+            ),
+            (Small, "layer1.**", "8 of 10 sites are nested inside other sites(.|\n)*effective rate 0.19"),
+        ],
+        ids=["fused path", "frozen", "nested"],
+    )
+    def test_other_warnings(self, make: Callable[[], nn.Module], layers: str, says: str) -> None:
+        example = torch.randn(2, 3, 16, 16) if isinstance(model := make(), Small) else None
+        (warning,) = (drafted := plan(model, Dropout(0.1), layers=layers, example_input=example)).warnings
+        assert re.search(says, warning)
+        with pytest.warns(UserWarning, match=says):
+            place(drafted)
+
+    def test_reading_mentions_one_of_several_tensors(self) -> None:
+        lstm = nn.LSTM(3, 4)
+        drafted = plan(lstm, Dropout(0.1), layers=lstm, example_input=torch.ones(2, 1, 3))
+        assert drafted.sites[0].reading == " (1 of 3 tensors)"
+
+    def test_plan_table(self, model: Small, images: torch.Tensor) -> None:
+        drafted = plan(
+            model, DropBlock(0.2, 3), layers=["layer1.*"], schedule=LinearSchedule(9), p_scale="depth",
+            example_input=images,
+        )  # fmt: skip
+        assert str(drafted).splitlines() == [
+            "2 sites of Small, LinearSchedule(steps=9)",
+            "site      type   shape      read as        calls    p  regularizer",
+            "--------  -----  ---------  -------------  -----  ---  ------------------------------",
+            "layer1.0  Block  4x8x16x16  C=8 H=16 W=16      1  0.1  DropBlock(p=0.2, block_size=3)",
+            "layer1.1  Block  4x8x16x16  C=8 H=16 W=16      1  0.2  DropBlock(p=0.2, block_size=3)",
+            "'layer1.*': 2 layers",
+        ]
+        assert "<table>" in drafted._repr_html_()
+
+    def test_example_input_as_tensor_tuple_or_dict(self) -> None:
+        model = toy(lambda m, a, b=None: m.fc(a if b is None else a + b[0]), fc=nn.Linear(3, 3))
+        x = torch.ones(2, 3)
+        for example in (x, (x,), (x, [x]), {"a": x}, {"a": x, "b": [x]}):
+            assert plan(model, Dropout(0.1), layers="fc", example_input=example).sites[0].shape == (2, 3)
+
+
+def test_plan_at_the_input_shows_input_shapes(model: Small, images: torch.Tensor) -> None:
+    drafted = plan(model, Dropout(0.1), layers=["conv1", "fc"], at="input", example_input=images)
+    assert [site.shape for site in drafted.sites] == [(4, 3, 16, 16), (4, 8)]
+    assert "at the input" in str(drafted)
+    with pytest.raises(ShapeError, match=r"DropBlock at 'fc' \(input\) got \(4, 8\)"):
+        inject(model, DropBlock(0.1), layers="fc", at="input")
+        model(images)
+
+
+@pytest.mark.parametrize(
+    ("code", "reading"),
+    [("DropPath(p=0.1)", "N=4"), ("Dropout2d(p=0.1)", "C=8 H=16 W=16"), ("FeatureAlphaDropout(p=0.1)", "C=8"),
+     ("DropBlock(p=0.1, block_size=3)", "C=8 H=16 W=16"), ("Dropout(p=0.1)", "")],
+)  # fmt: skip
+def test_plan_shows_how_axes_are_interpreted(model: Small, images: torch.Tensor, code: str, reading: str) -> None:
+    assert {site.reading for site in plan(model, code, layers="layer1.*", example_input=images).sites} == {reading}

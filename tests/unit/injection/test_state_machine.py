@@ -1,7 +1,5 @@
 """Any order of the calls of a handle, on a model and its copies, compared with a model of a few lines."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -150,13 +148,13 @@ class Handles(RuleBasedStateMachine):
             run.drop.enabled = run.expected.enabled = enabled
             run.expected.override = "no"
 
-    @rule(run=runs, rate=st.sampled_from(["off", None, 0.5]))
+    @rule(run=runs, rate=st.sampled_from(["off", None, 0.0, 0.5]))
     def enter(self, run: Run, rate: Any) -> None:
         if run.expected is None:
             return
         now = run.expected
-        if rate is None and now.step == 0:
-            with pytest.raises(InjectionError), run.drop.sampling():
+        if rate == 0.0 or (rate is None and now.step == 0):
+            with pytest.raises(InjectionError), run.drop.sampling(p=rate):
                 pass
             return
         context = run.drop.disabled() if rate == "off" else run.drop.sampling(p=rate)

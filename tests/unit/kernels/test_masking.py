@@ -1,9 +1,7 @@
 """Applying a mask is a linear map: all kinds of derivatives, and no effect of dropped values."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -67,23 +65,16 @@ def test_vmap_randomness_controls_the_masks(settings: dict) -> None:
     assert len({tuple((y == 0).flatten().tolist()) for y in different}) == 5
     same = vmap(drop, randomness="same")(x)
     assert (same == same[0]).all()
-    for y in (different, same):
+    along_2 = vmap(drop, in_dims=2, out_dims=2, randomness="different")(x.movedim(0, 2)).movedim(2, 0)
+    for y in (different, same, along_2):
+        assert 0 < (y != 0).float().mean() < 1
+        if settings["normalize"] in ("expected", None):
+            factor = 1 / (1 - settings["p"]) if settings["normalize"] else 1.0
+            torch.testing.assert_close(y, torch.where(y != 0, x * factor, 0))
         if settings["normalize"] == "batch":
             torch.testing.assert_close(y.mean((1, 2, 3, 4)), torch.ones(5))
         if settings["normalize"] == "sample" and settings["p"] < 0.9:
             torch.testing.assert_close(y.mean((2, 3, 4)), torch.ones(5, 4))
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=repr)
-def test_vmap_over_any_axis(settings: dict) -> None:
-    x = torch.rand(5, 4, 8, 12, 12) + 1
-    mapped = vmap(lambda x: drop_block(x, **settings), in_dims=2, out_dims=2, randomness="different")
-    y = mapped(x.movedim(0, 2)).movedim(2, 0)
-    kept = y != 0
-    if settings["normalize"] in ("expected", None):
-        factor = 1 / (1 - settings["p"]) if settings["normalize"] else 1.0
-        torch.testing.assert_close(y, torch.where(kept, x * factor, 0))
-    assert 0 < kept.float().mean() < 1
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=repr)
@@ -111,9 +102,7 @@ def test_backward_saves_only_the_seeds() -> None:
 @pytest.mark.parametrize(
     "drop", [lambda x: dropout(x, 0.3), *(lambda x, p=p: drop_block(x, p, 3) for p in (0.1, 0.97))]
 )
-def test_profilers_and_checkpoints_do_not_change_the_mask(
-    drop: Callable[[torch.Tensor], torch.Tensor], use_reentrant: bool
-) -> None:
+def test_profilers_and_checkpoints_keep_the_mask(drop: Any, use_reentrant: bool) -> None:
     """A profiler around forward only, and a checkpoint that recomputes it in backward."""
     x = torch.randn(8, 16, 32, 32, requires_grad=True)
     with FlopCounterMode(display=False):

@@ -1,7 +1,5 @@
 """The compiled loops give bitwise the same results as PyTorch operations, or are not used."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdrop import functional
 from hookdrop.functional import drop_block, dropout
-from hookdrop.kernels import drawing, masking
+from hookdrop.kernels import masking
 from hookdrop.kernels import native as kernel
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.random_numbers import successes
@@ -48,7 +46,6 @@ def counts(seeds: Tensor, blocks: Blocks) -> Tensor | None:
 
 @contextmanager
 def pytorch_only() -> Iterator[None]:
-    """Disable the compiled loops."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "_library", None)
         assert not kernel.available()
@@ -155,9 +152,7 @@ def test_counts_are_equal(case: tuple[Tensor, Blocks, Tensor, Tensor], count: in
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_supported_inputs_use_the_compiled_loops(
-    dtype: torch.dtype, shared: bool, memory_format: torch.memory_format
-) -> None:
+def test_supported_inputs_use_the_loops(dtype: torch.dtype, shared: bool, memory_format: torch.memory_format) -> None:
     """Otherwise the comparisons above would compare PyTorch with itself."""
     blocks = Blocks(2, 1 if shared else 4, (9, 9), (3, 3))
     seeds, one = some_seeds(blocks, 0.1), torch.tensor(1.0, dtype=torch.float64)
@@ -188,25 +183,6 @@ def same_with_and_without_loops(drop: Callable[[Tensor], Tensor], x: Tensor, abo
 
 
 @needs_kernel
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("per_channel", [True, False])
-@pytest.mark.parametrize("normalize", ["batch", "sample", "expected", None])
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_drop_block_is_bitwise_equal(
-    monkeypatch: pytest.MonkeyPatch, memory_format: torch.memory_format, dtype: torch.dtype, normalize: str | None,
-    per_channel: bool, sparse: bool,
-) -> None:  # fmt: skip
-    """Forward and gradient, with the same seed."""
-    monkeypatch.setattr(drawing, "_sparse", lambda *_: sparse)
-    x = torch.randn(4, 6, 12, 13).to(dtype).contiguous(memory_format=memory_format).requires_grad_()
-    above = torch.randn(x.shape).to(x)  # cast from float32: a 16-bit random number may be 0
-    settings = {"normalize": normalize, "per_channel": per_channel}
-    for count in (1, 2):
-        same_with_and_without_loops(lambda x: drop_block(x, 0.3, 3, **settings), x, above, count)
-
-
-@needs_kernel
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -221,8 +197,6 @@ class TrivialSubclass(Tensor):
 
 
 class PassThroughMode(TorchDispatchMode):
-    """Intercepts every operation and runs it."""
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         return func(*args, **(kwargs or {}))
 

@@ -1,7 +1,5 @@
 """The Triton kernels, on a GPU if there is one, else in Triton's interpreter (see tests/conftest.py)."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -61,7 +59,6 @@ def drawn(
 
 
 def dilated(seeds: Tensor, blocks: Blocks) -> Tensor:
-    """The blocks of the seeds, by brute force."""
     mask = torch.zeros_like(seeds)
     for seed in seeds.nonzero():
         window = mask[seed[0], seed[1]]

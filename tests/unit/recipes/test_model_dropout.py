@@ -1,7 +1,5 @@
 """`set_dropout` changes the rates of the dropout that a model has, by a schedule or at once, and restores them."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator
@@ -42,8 +40,6 @@ class Block(nn.Module):
 
 
 class ReadOnly(nn.Module):
-    """Its rate cannot be set."""
-
     def __init__(self) -> None:
         super().__init__()
         vars(self)["rate"] = 0.3

@@ -1,16 +1,26 @@
-"""DropPath on a subset of the batch, against DropPath by rows with the same samples; LayerDrop."""
-
-from __future__ import annotations
+"""DropPath on a subset of the batch against DropPath by rows; LayerDrop; HeadDropout against a brute-force loop."""
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hookdrop import DropPath, HookdropWarning, InjectionError, LayerDrop, LayerError, ShapeError, inject, plan
-from hookdrop.functional import drop_path, layer_drop
+from hookdrop import (
+    DropPath,
+    HeadDropout,
+    HookdropWarning,
+    InjectionError,
+    LayerDrop,
+    LayerError,
+    ShapeError,
+    inject,
+    plan,
+)
+from hookdrop.functional import drop_path, head_dropout, layer_drop
+from hookdrop.regularizers.samples import SampleRows
 from tests.support.models import toy
 
 
@@ -37,13 +47,8 @@ class Attention(nn.Module):
         return y, y.mean(-1) if self.weights else mask
 
 
-class Block(nn.Module):
-    def __init__(self, weights: bool = False) -> None:
-        super().__init__()
-        self.attn = Attention(weights)
-
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return x + self.attn(x, **kwargs)[0]
+def block(weights: bool = False) -> Any:
+    return toy(lambda m, x, **kwargs: x + m.attn(x, **kwargs)[0], attn=Attention(weights))
 
 
 def shared(m: Any, x: torch.Tensor, mask: torch.Tensor, bias: Any = None) -> Any:
@@ -71,7 +76,7 @@ def dropped(model: nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 class TestSubset:
     @pytest.mark.parametrize(("p", "kept"), [(0.5, 4), (0.3, 5), (0.99, 1), (0.01, 7)])
     def test_the_branch_runs_on_the_kept_samples_only(self, p: float, kept: int) -> None:
-        model = Block()
+        model = block()
         inject(model, DropPath(p, mode="subset"), layers="attn")
         assert int(dropped(model, X).sum()) == 8 - kept
         assert model.attn.sizes == [kept]
@@ -88,7 +93,7 @@ class TestSubset:
         assert [y.shape for y in model(X)] == [(8, 5, 4), (1, 2, 5, 5), (4, 2)]
 
     def test_outputs_that_depend_on_the_samples_are_those_of_all_samples(self) -> None:
-        model = Block(weights=True)
+        model = block(weights=True)
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
         with pytest.warns(HookdropWarning, match="also returns"):
             y, weights = model.attn(X)
@@ -97,7 +102,7 @@ class TestSubset:
         assert torch.equal(weights, model.attn.linear(X).mean(-1))
 
     def test_an_argument_that_is_returned_has_all_rows(self) -> None:
-        model, mask = Block(), torch.rand(8, 1, 4)
+        model, mask = block(), torch.rand(8, 1, 4)
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
         assert model.attn(X, mask=mask)[1] is mask
 
@@ -122,7 +127,7 @@ class TestSubset:
         ids=["mask", "heads", "rope"],
     )
     def test_tables_with_as_many_rows_as_samples_are_passed_on(self, samples: int, table: dict[str, Any]) -> None:
-        model, x = Block(), X[:samples]
+        model, x = block(), X[:samples]
         clean = model(x, **table)
         inject(model, DropPath(0.5, mode="subset", scale=False), layers="attn")
         y = model(x, **table)
@@ -131,7 +136,7 @@ class TestSubset:
         assert int(same.sum()) == max(samples // 2, 1)
 
     def test_output_and_gradients_equal_those_of_row_mode_with_the_same_samples(self) -> None:
-        model, twin = Block(), Block()
+        model, twin = block(), block()
         twin.load_state_dict(model.state_dict())
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
         mask, rope = torch.rand(8, 1, 4), (torch.randn(1, 5, 4),)
@@ -146,7 +151,7 @@ class TestSubset:
 
     def test_each_sample_is_dropped_equally_often(self) -> None:
         """Within 5 standard errors over 2,000 forwards."""
-        model = Block()
+        model = block()
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
         share = torch.stack([dropped(model, X) for _ in range(2000)]).double().mean(0)
         assert (share - 0.5).abs().amax() < 5 * (0.25 / 2000) ** 0.5
@@ -157,12 +162,12 @@ class TestSubset:
         assert [site.reading for site in shown.sites] == ["N=8, runs on 6 (p=0.25)", "N=8, runs on 4 (p=0.5)"]
 
     def test_a_cache_of_keys_raises(self) -> None:
-        inject(model := Block(), DropPath(0.5, mode="subset"), layers="attn")
+        inject(model := block(), DropPath(0.5, mode="subset"), layers="attn")
         with pytest.raises(InjectionError):
             model(X, past_key_values=object())
 
     def test_an_error_in_the_branch_leaves_nothing_behind(self) -> None:
-        model = Block()
+        model = block()
         drop = inject(model, DropPath(0.5, mode="subset"), layers="attn")
         with pytest.raises(RuntimeError):
             model(torch.randn(8, 5, 3))
@@ -170,7 +175,7 @@ class TestSubset:
         assert not dropped(model, X).any()
 
     def test_the_first_call_under_autocast_has_gradients(self) -> None:
-        model = Block()
+        model = block()
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
         with torch.autocast("cpu", torch.bfloat16):
             model(X).sum().backward()
@@ -217,3 +222,114 @@ def test_a_residual_branch_is_refused() -> None:
     with pytest.raises(LayerError, match="'0.mlp': this is a residual branch"):
         inject(model, LayerDrop(0.5), layers="*.mlp", example_input=torch.ones(2, 4))
     inject(model, LayerDrop(0.5), layers="*", example_input=torch.ones(2, 4))
+
+
+def kept(y: torch.Tensor, heads: int) -> torch.Tensor:
+    """Which heads of each sample are kept."""
+    return (y.unflatten(-1, (heads, -1)) != 0).all(-1).all(1)
+
+
+@pytest.mark.parametrize(("p", "heads"), [(0.1, 12), (0.5, 2), (0.5, 4), (0.9, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks_have_the_distribution_of_repeated_draws(p: float, heads: int, dtype: torch.dtype) -> None:
+    """P(mask) = p^dropped (1 - p)^kept / (1 - p^H) for all masks, each within 5 standard errors of 100,000 draws."""
+    found = kept(HeadDropout(p, heads)(torch.ones(100_000, 1, 2 * heads, dtype=dtype)), heads)
+    if heads > 4:
+        expected = (p - p**heads) / (1 - p**heads)
+        assert abs((~found).double().mean() - expected) < 5 * math.sqrt(p * (1 - p) / 1e5 / heads)
+        return
+    for mask in product([False, True], repeat=heads):
+        chance = p ** mask.count(False) * (1 - p) ** mask.count(True) / (1 - p**heads) if any(mask) else 0.0
+        share = (found == torch.tensor(mask)).all(1).double().mean().item()
+        assert abs(share - chance) <= 5 * math.sqrt(chance * (1 - chance) / 1e5)
+
+
+def test_kept_heads_are_scaled_by_the_number_of_heads_over_the_kept() -> None:
+    x = torch.rand(64, 5, 24) + 1
+    y = head_dropout(x.unflatten(1, (1, 5)), 0.5, heads=6).flatten(1, 2)  # also of a map of windows (N, H, W, C)
+    factor = torch.where(kept(y, 6), 6 / kept(y, 6).sum(1, keepdim=True), 0.0)
+    torch.testing.assert_close(y, (x.unflatten(-1, (6, 4)) * factor[:, None, :, None]).flatten(-2))
+
+
+def test_interleaved_heads() -> None:
+    y = head_dropout(torch.ones(64, 2, 12), 0.5, heads=3, interleaved=True)
+    assert torch.equal(y, y[..., :3].repeat(1, 1, 4))
+    assert {tuple(row) for row in (y[:, 0, :3] > 0).tolist()} > {(True, False, True)}
+
+
+class TestSamples:
+    """Where each sample has several rows, or the batch is on another axis."""
+
+    @pytest.mark.parametrize("cls", [HeadDropout, DropPath])
+    @pytest.mark.parametrize(
+        ("rows", "by_sample"),
+        [
+            (SampleRows(0, False, 4), lambda y: y.unflatten(0, (4, 6))),
+            (SampleRows(0, True, 4), lambda y: y.unflatten(0, (6, 4)).transpose(0, 1)),
+            (SampleRows(1), lambda y: y.transpose(0, 1)),
+        ],
+        ids=["consecutive", "interleaved", "axis 1"],
+    )
+    def test_each_has_one_draw(self, rows: SampleRows, by_sample: Any, cls: Any) -> None:
+        drop = cls(0.5, samples=("" if rows.count else None, rows.axis, rows.interleaved))
+        drop.heads = 2
+        torch.manual_seed(0)
+        y = by_sample(drop.regularize(torch.ones(24, 24, 8), 0.5, samples=rows if rows.count else None))
+        y = y.flatten(1, -2)
+        assert torch.equal(y, y[:, :1].expand_as(y))
+        assert len(y[:, 0].unique(dim=0)) > 1
+
+    def test_rows_that_do_not_divide_raise(self) -> None:
+        with pytest.raises(ValueError):
+            DropPath(0.5, "batch", samples=("a", 0, False))
+        with pytest.raises(ShapeError):
+            DropPath(0.5, samples=("", 0, False)).regularize(torch.ones(5, 2), 0.5, samples=SampleRows(0, False, 2))
+
+
+def attend(m: Any, x: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+    return m.o_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def attention() -> Any:
+    return toy(attend, qkv=nn.Linear(12, 36), o_proj=nn.Linear(12, 12))
+
+
+EXAMPLE = torch.ones(2, 5, 12)
+
+
+class TestNumberOfHeads:
+    @pytest.mark.parametrize(("heads", "example"), [(None, EXAMPLE), (3, None), (3, EXAMPLE)])
+    def test_is_given_or_found_by_running_the_model(self, heads: Any, example: Any) -> None:
+        drop = inject(attention(), HeadDropout(0.2, heads), layers="o_proj", example_input=example)
+        assert drop.sites[0].regularizer == "HeadDropout(p=0.2, heads=3)"
+
+    @pytest.mark.parametrize("layer", ["qkv", "o_proj"])
+    def test_acts_at_the_input_for_both_places(self, layer: str) -> None:
+        for at in ("input", "output"):
+            assert plan(attention(), HeadDropout(0.2, heads=3), layers=layer, at=at).sites[0].at == "input"
+
+    @pytest.mark.parametrize(
+        ("regularizer", "layer", "example"),
+        [
+            (HeadDropout(0.2, heads=4), "o_proj", EXAMPLE),  # the model has 3
+            (HeadDropout(0.2, heads=3, interleaved=True), "o_proj", EXAMPLE),
+            (HeadDropout(0.2), "qkv", EXAMPLE),  # whose input has no heads
+            (HeadDropout(0.2, heads=3), "qkv", EXAMPLE),
+            (HeadDropout(0.2), "o_proj", None),
+        ],
+        ids=str,
+    )
+    def test_that_differs_from_the_model_or_is_unknown_raises(self, regularizer: Any, layer: str, example: Any) -> None:
+        with pytest.raises(LayerError):
+            inject(attention(), regularizer, layers=layer, example_input=example)
+
+
+def test_acts_at_the_input_of_the_projection() -> None:
+    model = attention()
+    seen: list[torch.Tensor] = []
+    inject(model, HeadDropout(0.5, heads=3), layers="o_proj")
+    model.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model.o_proj(torch.ones(64, 1, 12))
+    assert torch.equal(kept(seen[0], 3).any(1), torch.ones(64, dtype=torch.bool))
+    assert not kept(seen[0], 3).all()

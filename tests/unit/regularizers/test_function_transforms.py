@@ -1,7 +1,5 @@
 """`torch.func`, double backward, tensor subclasses, and the contexts in which a model is built, hooked and run."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable
@@ -35,8 +33,6 @@ def test_cases_cover_every_regularizer() -> None:
 
 
 def seeded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `function` draw the same masks in each call."""
-
     def call(*args: Any) -> Any:
         torch.manual_seed(3)
         return function(*args)

@@ -1,7 +1,6 @@
-"""Low precision, autocast and memory formats: outputs keep dtype and format, and p is exact."""
+"""Low precision, autocast and default dtypes, unusual tensors and in-place operations, and layers that return several tensors."""
 
-from __future__ import annotations
-
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hookdrop import (
     DropBlock,
@@ -19,11 +19,13 @@ from hookdrop import (
     DropPath,
     GaussianDropout,
     GaussianNoise,
+    Penalty,
     Regularizer,
     ShapeError,
     inject,
 )
-from tests.support.regularizers import EVERY, Case
+from tests.support.models import toy
+from tests.support.regularizers import ACTIVATIONS, DERIVING, EVERY, Case
 from tests.support.tensors import HALF
 
 
@@ -115,3 +117,139 @@ def test_more_elements_than_float16_can_count(dtype: torch.dtype, normalize: str
     assert (y == 0).double().mean() == pytest.approx(0.1, abs=0.02)
     # Ones times one scale: bfloat16 rounds the product by up to 2**-8.
     assert y.mean() == pytest.approx(1, abs=0.02 if normalize == "expected" else 2**-8)
+
+
+ALL = pytest.mark.parametrize("case", ACTIVATIONS.values(), ids=ACTIVATIONS)
+
+
+def at_each_place(some: dict[str, Case]) -> pytest.MarkDecorator:
+    outside = {name: case for name, case in some.items() if not case.acts_on_scores}
+    pairs = {f"{name}-{at}": (case, at) for name, case in outside.items() for at in case.places}
+    return pytest.mark.parametrize(("case", "at"), pairs.values(), ids=pairs)
+
+
+def hooked(regularizer: nn.Module) -> nn.Sequential:
+    model = nn.Sequential(Case(regularizer).layer)
+    inject(model, regularizer, layers="0")
+    return model
+
+
+# --- in place
+
+ACTIVATIONS = [nn.ReLU(inplace=True), nn.Sigmoid(), nn.Softmax(1)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda module: type(module).__name__)
+@at_each_place(DERIVING)
+def test_activations_that_work_in_place_or_save_their_output(case: Case, at: str, activation: nn.Module) -> None:
+    """`mul_` breaks the backward of layers that save their output; backward hooks break before in-place layers."""
+    case = Case(case.regularizer, (2, *case.shape[1:]))
+    model = nn.Sequential(nn.Softplus(), copy.deepcopy(activation), nn.Identity(), copy.deepcopy(activation))
+    drop = inject(model, case.regularizer, layers="*", at=at)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return model(x)
+
+    x = case.input(torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(run, x, fast_mode=True)
+    with drop.recording(last=0):
+        run(x).sum().backward()
+
+
+# --- unusual tensors
+
+
+@ALL
+@pytest.mark.parametrize("empty", [1, -1])
+def test_empty_tensors_stay_empty(case: Case, empty: int) -> None:
+    """No channels, no width; `hookdrop.testing` checks batches without samples."""
+    shape = list(case.shape)
+    shape[empty] = 0
+    x = torch.ones(shape, requires_grad=True)
+    y = hooked(case.regularizer)(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == x.shape
+
+
+def overlapping(x: torch.Tensor) -> torch.Tensor:
+    return torch.randn(x.numel()).as_strided(x.shape, [2**axis for axis in range(x.dim())][::-1])
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "expanded": lambda x: x[:1].expand_as(x),
+    "every second": lambda x: torch.stack([x, x], -1)[..., 0],
+    "overlapping": overlapping,
+    "one number": lambda x: torch.ones(()).expand_as(x),
+}
+
+
+@ALL
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unusual_memory_layouts_match_their_contiguous_copy(case: Case, layout: str) -> None:
+    model, x = hooked(case.regularizer), LAYOUTS[layout](case.input())
+    results = []
+    for t in (x.clone(memory_format=torch.contiguous_format), x):
+        t = t.detach().requires_grad_()
+        torch.manual_seed(0)
+        y = model(t)
+        results.append((y, torch.autograd.grad(y, t, torch.ones(x.shape))[0]))
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@ALL
+def test_wrapper_tensor_subclasses(case: Case) -> None:
+    """Like quantized or distributed tensors, which have no memory of their own."""
+    y = hooked(case.regularizer)(TwoTensor(case.input(), case.input()))
+    assert type(y) is TwoTensor
+    assert y.shape == case.shape
+
+
+@ALL
+def test_parameter_as_output(case: Case) -> None:
+    """As in a position embedding: the result is not a parameter, and the parameter receives its gradient."""
+    if case.skips_layers or "output" not in case.places:
+        return  # these need an input
+
+    embedding = toy(lambda m: m.weight, weight=nn.Parameter(case.input()))
+    model = nn.ModuleDict({"embedding": embedding})
+    inject(model, case.regularizer, layers="embedding")
+    y = model["embedding"]()
+    assert type(y) is torch.Tensor or isinstance(case.regularizer, Penalty)  # which returns its tensor itself
+    y.sum().backward()
+    assert embedding.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(2, 3, dtype=torch.complex64), torch.ones(2, 3, dtype=torch.bool), torch.tensor(1.0),
+     torch.ones(2, 3).to_sparse(), torch.ones(2, 3).to(torch.float8_e5m2)],
+)  # fmt: skip
+def test_outputs_that_cannot_be_regularized_are_errors(value: torch.Tensor) -> None:
+    with pytest.raises((ShapeError, TypeError)) as error:
+        hooked(Dropout(0.3))(value)
+    assert "'0'" in str(error.value) + "".join(getattr(error.value, "__notes__", []))
+
+
+# --- outputs of several tensors
+
+
+@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
+def test_hidden_states_of_recurrent_networks_are_unchanged(cell: type[nn.RNNBase]) -> None:
+    model = cell(4, 8, batch_first=True)
+    inject(model, Dropout(1.0), layers=model)
+    out, state = model(torch.randn(2, 5, 4))
+    assert not out.any()
+    assert all(part.any() for part in (state if cell is nn.LSTM else [state]))
+
+
+# --- interaction with other layers and hooks
+
+
+def test_stacked_hooks_run_in_the_order_of_injection() -> None:
+    """Noise that is injected first does not fill the mask that is injected second."""
+    model = nn.Sequential(nn.Identity())
+    inject(model, GaussianNoise(0.1), layers="0")
+    inject(model, DropBlock(0.5, 3), layers="0", on_existing="stack")
+    assert (model(torch.ones(4, 8, 12, 12)) == 0).float().mean() == pytest.approx(0.5, abs=0.1)

@@ -1,7 +1,5 @@
 """`find_drop_rates` finds the attributes that random drops read their rates from, by running the model."""
 
-from __future__ import annotations
-
 import random
 import weakref
 from types import SimpleNamespace
@@ -102,10 +100,6 @@ class TestForwards:
         assert [(rate.layer, rate.attribute) for rate in found.rates] == [("1", "rate")]
         assert found.out_of_reach == {}
 
-    def test_an_integer_0_is_a_rate(self, fake: bool) -> None:
-        model = nn.Sequential(toy(lambda net, x: F.dropout(x, net.p, net.training), p=0))
-        assert [rate.attribute for rate in find_drop_rates(model, X, fake=fake).rates] == ["p"]
-
     @pytest.mark.parametrize("name", OUT_OF_REACH)
     def test_drop_that_reads_no_attribute_is_out_of_reach(self, name: str, fake: bool) -> None:
         model, text = OUT_OF_REACH[name]
@@ -172,49 +166,47 @@ class TestPlaces:
         assert rates(model) == [("", "rate")]
 
 
-class TestKnownModules:
-    def test_no_forward_is_needed(self) -> None:
-        with pytest.warns(UserWarning, match="num_layers greater than 1"):
-            single = nn.LSTM(4, 4, 1, dropout=0.2)
-        parts = [nn.Dropout(0.1), single, nn.GRU(4, 4, 2, dropout=0.2), nn.TransformerEncoderLayer(4, 2)]
-        parts += [nn.AlphaDropout(), parts[0]]  # the last one is listed once
-        found = known_drop_rates(nn.Sequential(*parts, hookdrop.DropBlock(0.2, 3), hookdrop.GaussianNoise(0.1)))
-        assert [(rate.layer, rate.attribute) for rate in found] == [
-            ("0", "p"),
-            ("2", "dropout"),
-            ("3.self_attn", "dropout"),
-            *((f"3.{name}", "p") for name in ("dropout", "dropout1", "dropout2")),
-            ("4", "p"),
-            ("6", "p"),
-        ]
+def test_no_forward_is_needed() -> None:
+    with pytest.warns(UserWarning, match="num_layers greater than 1"):
+        single = nn.LSTM(4, 4, 1, dropout=0.2)
+    parts = [nn.Dropout(0.1), single, nn.GRU(4, 4, 2, dropout=0.2), nn.TransformerEncoderLayer(4, 2)]
+    parts += [nn.AlphaDropout(), parts[0]]  # the last one is listed once
+    found = known_drop_rates(nn.Sequential(*parts, hookdrop.DropBlock(0.2, 3), hookdrop.GaussianNoise(0.1)))
+    assert [(rate.layer, rate.attribute) for rate in found] == [
+        ("0", "p"),
+        ("2", "dropout"),
+        ("3.self_attn", "dropout"),
+        *((f"3.{name}", "p") for name in ("dropout", "dropout1", "dropout2")),
+        ("4", "p"),
+        ("6", "p"),
+    ]
 
 
-class TestNoSideEffects:
-    @pytest.mark.parametrize("fake", [True, False], ids=["fake", "values"])
-    @pytest.mark.parametrize("fails", [False, True], ids=["success", "error"])
-    def test_attributes_buffers_modes_and_random_states_are_restored(self, fake: bool, fails: bool) -> None:
-        def forward(net: Any, x: Tensor) -> Tensor:
-            net.calls = [x]
-            if fails:
-                raise ValueError
-            return F.dropout(net.norm(x), net.rate) * random.random() * torch.rand(())
-
-        config = SimpleNamespace(rate=0.0)
-        model = toy(forward, rate=0.0, gain=0.5, index=0, cfg=config, norm=nn.BatchNorm1d(3)).eval()
-        before = {name: (value, type(value)) for name, value in vars(model).items()}
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        random_states = torch.get_rng_state(), random.getstate()
+@pytest.mark.parametrize("fake", [True, False], ids=["fake", "values"])
+@pytest.mark.parametrize("fails", [False, True], ids=["success", "error"])
+def test_attributes_buffers_modes_and_random_states_are_restored(fake: bool, fails: bool) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        net.calls = [x]
         if fails:
-            with pytest.raises(InjectionError):
-                find_drop_rates(model, X, fake=fake)
-        else:
-            assert rates(model, fake=fake) == [("", "rate")]
-        assert {name: (value, type(value)) for name, value in vars(model).items()} == before
-        assert (type(config.rate), config.rate) == (float, 0.0)
-        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-        assert torch.equal(torch.get_rng_state(), random_states[0])
-        assert random.getstate() == random_states[1]
-        assert not model.training
+            raise ValueError
+        return F.dropout(net.norm(x), net.rate) * random.random() * torch.rand(())
+
+    config = SimpleNamespace(rate=0.0)
+    model = toy(forward, rate=0.0, gain=0.5, index=0, cfg=config, norm=nn.BatchNorm1d(3)).eval()
+    before = {name: (value, type(value)) for name, value in vars(model).items()}
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random_states = torch.get_rng_state(), random.getstate()
+    if fails:
+        with pytest.raises(InjectionError):
+            find_drop_rates(model, X, fake=fake)
+    else:
+        assert rates(model, fake=fake) == [("", "rate")]
+    assert {name: (value, type(value)) for name, value in vars(model).items()} == before
+    assert (type(config.rate), config.rate) == (float, 0.0)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_states[0])
+    assert random.getstate() == random_states[1]
+    assert not model.training
 
 
 def test_an_equal_number_with_another_meaning_is_no_rate() -> None:

@@ -1,6 +1,6 @@
-"""Which layer returns image patches, and whether later layers need all of them; which layer looks up tokens."""
+"""What a survey finds of image patches, token embeddings, samples and the heads of attention."""
 
-from __future__ import annotations
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hookdrop.survey.facts import survey
+from hookdrop.survey.heads import Heads, find_heads
+from hookdrop.survey.samples import Samples
 from hookdrop.survey.tokens import Patches
+from hookdrop.survey.trace import record
 from tests.support.models import toy
 
 X = torch.randn(2, 3, 8, 8)
@@ -82,3 +85,159 @@ def test_the_embedding_of_tokens_is_not_that_of_positions() -> None:
 
 def test_a_model_without_tokens_has_no_embedding() -> None:
     assert survey(nn.Linear(3, 3), torch.ones(2, 3)).token_embedding is None
+
+
+def around(before: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A linear layer on a rearranged tensor (8, 6) per sample, with a tensor of another batch before it."""
+    return toy(lambda m, x: m.layer(before(x)).sum(), layer=nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        (lambda x: x, Samples()),
+        (lambda x: x.transpose(0, 1), Samples(axis=1)),
+        (lambda x: x.flatten(0, 1), Samples(per_sample=8, module="")),
+        (lambda x: x.unflatten(1, (2, 4)).flatten(0, 1), Samples(per_sample=2, module="")),
+        (lambda x: x.transpose(0, 1).flatten(0, 1), Samples(per_sample=8, interleaved=True, module="")),
+        (lambda x: x.reshape(1, -1, 6), Samples(axis=1, per_sample=8, module="")),
+    ],
+    ids=["plain", "sequence first", "tokens", "windows", "time first", "packed"],
+)
+@pytest.mark.parametrize("at", ["input", "output"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_of_samples(before: Callable[[Tensor], Tensor], expected: Samples, at: str, batch: int) -> None:
+    model = around(before)
+    facts = survey(model, torch.zeros(batch, 8, 6))
+    assert facts.samples("layer", at) == expected
+    assert facts.forwards == (0 if expected.per_sample == 1 else 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (lambda x: x.mean(0), "not one axis grows with the batch"),
+        (lambda x: torch.cat([x, x[:1]]), "does not grow in proportion"),
+        (lambda x: x.flatten(0, 1)[x.sum((1, 2)).argsort().repeat(8)], "depend on several samples"),
+    ],
+    ids=["mean", "one more", "sorted"],
+)
+def test_rows_of_unknown_samples(before: Callable[[Tensor], Tensor], reason: str) -> None:
+    model = around(before)
+    facts = survey(model, torch.zeros(2, 8, 6))
+    assert reason in str(facts.samples("layer"))
+
+
+def test_a_layer_that_does_not_run_has_no_samples() -> None:
+    model = around(lambda x: x)
+    model.other = nn.Linear(6, 6)
+    assert survey(model, torch.zeros(2, 8, 6)).samples("other") == "it is never called with the example"
+
+
+def test_the_module_with_the_batch_is_the_innermost() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Sequential(around(lambda x: x.flatten(0, 1))))
+    found = survey(model, torch.zeros(2, 8, 6)).samples("1.0.layer")
+    assert isinstance(found, Samples)
+    assert found.argument == ("1.0", 0, False)
+
+
+H, D, L = 4, 3, 5
+
+
+class Attention(nn.Module):
+    """Attention whose layout and projection depend on `kind`."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind, self.qkv, self.mixing = kind, nn.Linear(8, 3 * H * D), nn.Linear(H, H)
+        self.outer, self.out = nn.RMSNorm(H * D), nn.Linear(H * D, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = self.kind
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4)
+        if kind == "eager":
+            y = F.dropout((q @ k.mT).float().softmax(-1).type_as(v), 0.1, self.training) @ v
+        elif kind == "folded":  # the heads are rows of the batch
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+            y = torch.bmm((q @ k.mT).softmax(-1), v).unflatten(0, (-1, H))
+        elif kind == "multi-query":  # the queries of all heads in one matrix
+            y = F.scaled_dot_product_attention(q.flatten(1, 2), k[:, 0], v[:, 0]).unflatten(1, (H, L))
+        else:
+            y = F.scaled_dot_product_attention(q, k, v)
+        if kind == "differential":  # two maps for each head
+            y = y[:, : H // 2] - 0.5 * y[:, H // 2 :]
+            y = torch.cat([y, y], -1)
+        if kind == "inner norm":
+            y = F.rms_norm(y, (D,))
+        if kind == "mixed":
+            y = self.mixing(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        y = (y.permute(0, 2, 3, 1) if kind == "interleaved" else y.transpose(1, 2)).flatten(2)
+        if kind == "gate":
+            y = y * self.qkv(x)[..., : H * D].sigmoid()
+        if kind == "in place":
+            y.mul_(2.0)
+        if kind == "norm":
+            y = self.outer(y)
+        if kind == "added":
+            y = y + self.qkv(x)[..., : H * D]
+        if kind == "convolution":
+            return F.conv1d(y.mT, self.out.weight[..., None]).mT
+        return F.linear(y, self.out.weight) if kind == "functional" else self.out(y)
+
+
+def found(model: nn.Module) -> tuple[dict[str, Heads], dict[str, str]]:
+    every = find_heads(record(model.eval(), torch.randn(2, L, 8)))
+    heads = {name: one for name, one in every.items() if isinstance(one, Heads)}
+    return heads, {name: one for name, one in every.items() if isinstance(one, str)}
+
+
+@pytest.mark.parametrize("kind", ["", "eager", "folded", "multi-query", "inner norm", "gate", "in place"])
+def test_heads_side_by_side(kind: str) -> None:
+    assert found(nn.Sequential(nn.Identity(), Attention(kind))) == ({"1.out": Heads(H)}, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "heads"),
+    [
+        ("interleaved", "out", Heads(H, interleaved=True)),
+        ("mixed", "mixing", Heads(H)),  # a layer that mixes the heads gets them as features
+        ("differential", "out", Heads(H // 2)),  # two maps are one head
+    ],
+)
+def test_other_layouts(kind: str, layer: str, heads: Heads) -> None:
+    assert found(Attention(kind)) == ({layer: heads}, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "reason"),
+    [
+        ("norm", "out", "single head, or what mixes"),
+        ("added", "out", "added to attention"),
+        ("functional", "", "without calling a layer"),
+        ("convolution", "", "a convolution"),
+    ],
+)
+def test_what_is_refused(kind: str, layer: str, reason: str) -> None:
+    heads, refused = found(Attention(kind))
+    assert "out" not in heads
+    assert list(refused) == [layer]
+    assert reason in refused[layer]
+
+
+def test_multihead_attention_is_refused() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    assert found(model) == ({}, {"self_attn": "it computes its projection without calling the layer"})
+
+
+def test_a_shared_projection_must_get_the_same_heads() -> None:
+    first, second = Attention(), Attention("interleaved")
+    second.out = first.out
+    twice = toy(lambda m, x: m.second(m.first(x)), first=first, second=second)
+    assert found(twice) == ({}, {"first.out": "its calls differ in the heads"})
+
+
+def test_the_search_for_heads_needs_no_values() -> None:
+    model = Attention()
+    facts = survey(model, torch.randn(2, L, 8))
+    assert facts.heads == {"out": Heads(H)}
+    assert facts.forwards == 0

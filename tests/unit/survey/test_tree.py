@@ -1,7 +1,5 @@
 """The tree of layers: its patterns select what its rows stand for, and what fits agrees with the recipes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +10,7 @@ from hookdrop import Dropout, InjectionError, LayerError, inject, layers, plan, 
 from hookdrop.recipes.base import Recipe
 from hookdrop.survey.tree import Layers
 from hookdrop.utils.select import select
-from tests.support.models import Small
+from tests.support.models import Small, toy
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -117,15 +115,8 @@ def test_without_an_example_only_names_and_types_are_shown() -> None:
 
 
 def test_layers_that_are_never_called_and_recurrent_layers() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.unused = nn.LSTM(4, 4, 2, dropout=0.2), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.rnn(x)[0]
-
-    rnn, unused = layers(Model(), torch.ones(3, 2, 4))
+    model = toy(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 4, 2, dropout=0.2), unused=nn.Linear(4, 4))
+    rnn, unused = layers(model, torch.ones(3, 2, 4))
     assert (rnn.shape, rnn.rates) == ((3, 2, 4), (0.2,))
     assert [fit.partition(":")[0] for fit in rnn.fits] == ["LockedDropout", 'Dropout, at="parameters"']
     assert unused.fits == ("never called",)

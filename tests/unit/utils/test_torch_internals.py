@@ -3,8 +3,6 @@
 A failing test shows which name changed, and its docstring explains what breaks without it.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -32,8 +30,6 @@ from tests.support.programs import ROOT
 
 
 class RecordingMode(TorchDispatchMode):
-    """Records the operations that it intercepts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
@@ -256,7 +252,7 @@ def test_without_functorch() -> None:
     vmap(function, randomness="error")(torch.ones(2))
 
 
-# --- the compiler (more in tests/integration/compile/test_torch_internals.py)
+# --- the compiler (more in tests/integration/compile/test_compiled_models.py)
 
 
 def test_recomputes_forward() -> None:
@@ -318,8 +314,6 @@ def test_was_loaded() -> None:
 
 
 class Seeing(TorchFunctionMode):
-    """Records the functions that it sees."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []

@@ -1,17 +1,31 @@
-"""Checks of two_ranks.py: NEFTune, LayerDrop, HeadDropout, DropPath on a subset, and dropped weights, in DDP and FSDP2."""
-
-from __future__ import annotations
+"""Checks of two_ranks.py: regularizers of language models, and penalties, in DDP, FSDP2 and tensor parallelism."""
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
-from hookdrop import Dropout, DropPath, HeadDropout, LayerDrop, Mixout, NEFTune, inject, seed_per_rank
+from hookdrop import (
+    ActivationPenalty,
+    Dropout,
+    DropPath,
+    HeadDropout,
+    LayerDrop,
+    Mixout,
+    NEFTune,
+    find,
+    inject,
+    seed_per_rank,
+)
 from tests.integration.distributed.programs.nets import assert_close, gathered, mean_gradients
+from tests.support.models import toy
 
 IDS = torch.arange(24).view(4, 6)
 MASK = torch.ones(4, 6, dtype=torch.long)
@@ -33,16 +47,11 @@ class Layer(nn.Module):
         return x + self.mlp(x).relu()
 
 
-class LanguageModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(24, 16), nn.ModuleList([Layer(), Layer()]), nn.Linear(16, 24)
-
-    def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def forward(m: Any, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    x = m.embed(ids)
+    for layer in m.layers:
+        x = layer(x)
+    return m.head(x)
 
 
 def place(model: nn.Module) -> None:
@@ -79,9 +88,9 @@ def check_training(wrapped: nn.Module, inner: nn.Module, twin: nn.Module) -> Non
 
 
 def placed() -> tuple[nn.Module, nn.Module]:
-    """A hooked model and a copy of it."""
     torch.manual_seed(0)
-    model = LanguageModel()
+    layers = nn.ModuleList([Layer(), Layer()])
+    model = toy(forward, embed=nn.Embedding(24, 16), layers=layers, head=nn.Linear(16, 24))
     place(model)
     return model, copy.deepcopy(model)
 
@@ -96,3 +105,47 @@ def fsdp() -> None:
     for module in (*model.layers, model):
         fully_shard(module)
     check_training(model, model, twin)
+
+
+def two_layers(checkpointed: bool = False) -> nn.Module:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.second(torch.tanh(checkpoint(m.first, x, use_reentrant=False) if checkpointed else m.first(x)))
+
+    torch.manual_seed(0)
+    return toy(forward, first=nn.Linear(8, 16), second=nn.Linear(16, 8))
+
+
+def by_hand(h: torch.Tensor) -> torch.Tensor:
+    return 2 * h.pow(2).mean() + (h[:, 1:] - h[:, :-1]).pow(2).mean()
+
+
+def check(model: nn.Module, x: torch.Tensor) -> None:
+    twin = two_layers()
+    right = mean_gradients(twin, twin(x).square().mean() + by_hand(twin.first(x)))
+    for _ in range(2):
+        model.zero_grad()
+        (model(x).square().mean() + find(model).penalty()).backward()
+        assert_close({name.removeprefix("module."): one.grad for name, one in model.named_parameters()}, right)
+
+
+def hooked(checkpointed: bool = False) -> nn.Module:
+    model = two_layers(checkpointed)
+    inject(model, ActivationPenalty(), layers="first")
+    return model
+
+
+def penalties_are_part_of_the_loss_of_each_rank() -> None:
+    """The gradients are the mean over models without hooks, with the penalty by hand; also with sharded activations."""
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    layers = hooked()
+    fully_shard(layers.first)
+    for model in (
+        DDP(hooked()), DDP(hooked(checkpointed=True)), DDP(hooked(), find_unused_parameters=True), fully_shard(hooked()),
+        fully_shard(layers),
+    ):  # fmt: skip
+        check(model, x)
+    plan = {"first": ColwiseParallel(use_local_output=False)}
+    parallel = parallelize_module(hooked(), init_device_mesh("cpu", (2,)), plan)
+    parallel.first.register_forward_hook(lambda layer, args, h: h.full_tensor())
+    dist.broadcast(x, 0)
+    check(parallel, x)

@@ -1,7 +1,5 @@
 """Models and helpers shared by the programs that run on several ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -20,13 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hookdrop import DropBlock, HookdropWarning, Injection, LinearSchedule, find, inject
+from tests.support.models import toy
 
 X = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 
 
 class Block(nn.Module):
-    """A residual block."""
-
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
@@ -36,18 +33,11 @@ class Block(nn.Module):
         return torch.relu(x + self.norm(self.conv(x)))
 
 
-class Net(nn.Module):
+def make_net() -> nn.Module:
     """Three residual blocks, without batch norm: the output of a rank depends only on its own batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.blocks = nn.Sequential(Block(8), Block(8), Block(8))
-        self.fc = nn.Linear(8, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.blocks(self.stem(x)).mean((2, 3)))
+    torch.manual_seed(0)
+    parts = {"stem": nn.Conv2d(3, 8, 3, padding=1), "blocks": nn.Sequential(Block(8), Block(8), Block(8))}
+    return toy(lambda m, x: m.fc(m.blocks(m.stem(x)).mean((2, 3))), **parts, fc=nn.Linear(8, 10))
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,12 +65,12 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert max((full(found[name]) - expected[name]).abs().max().item() for name in expected) <= atol
 
 
-def injected() -> tuple[Net, Injection]:
-    net = Net()
+def injected() -> tuple[nn.Module, Injection]:
+    net = make_net()
     return net, inject(net, DropBlock(0.4, 3), layers="blocks.*.norm", schedule=LinearSchedule(10))
 
 
-def sharded() -> tuple[Net, torch.optim.Optimizer, Injection]:
+def sharded() -> tuple[nn.Module, torch.optim.Optimizer, Injection]:
     """The model, optimizer and injection that are saved on two ranks and loaded on others."""
     net, drop = injected()
     for module in (*net.blocks, net):
@@ -104,7 +94,6 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 def output(net: nn.Module) -> list[float]:
-    """Some outputs in eval mode."""
     with torch.no_grad():
         y = net.eval()(X)
     net.train()

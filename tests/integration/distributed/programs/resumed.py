@@ -1,7 +1,5 @@
 """Run by test_distributed.py on three ranks: resumes from the checkpoint of two_ranks.py."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Run by test_transformers.py on two ranks: each rank writes its rates and a mask to a file."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,0 +1,423 @@
+"""New processes: what the package imports there, a new regularizer, saved models, native loops and Triton kernels."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookdrop
+from hookdrop import DropBlock, Dropout, LinearSchedule, Masksembles, find, inject
+from hookdrop.kernels import native as kernel
+from tests.support.models import Small
+from tests.support.programs import ROOT, run_code
+from tests.support.ranks import run_ranks
+from tests.support.training import half_ramped, run
+
+FRESH = """
+import warnings
+import torch
+from hookdrop import find
+
+warnings.simplefilter("error", UserWarning)
+model = torch.load({path!r}, weights_only=False)
+(drop,) = find(model)
+assert [round(site.p, 12) for site in drop.sites] == [0.1, 0.2], drop.sites
+hooked = [(module, *module._forward_hooks) for module in (model.layer1[0], model.layer1[1])]
+for module, key in hooked:
+    hook = module._forward_hooks[key]
+    # Enough to reuse every handle id that was used before.
+    for _ in range(key + 2):
+        module.register_forward_hook(lambda *args: None)
+    assert module._forward_hooks[key] is hook, "a later hook overwrote a loaded one"
+torch.manual_seed(1)
+images = torch.load({images!r})
+torch.manual_seed(1)
+torch.save(model(images), {out!r})
+drop.remove()
+assert [len(module._forward_hooks) for module, key in hooked] == [key + 2 for module, key in hooked]
+"""
+
+
+def test_torch_save_and_load_in_a_fresh_process(model: Small, images: torch.Tensor, tmp_path: Path) -> None:
+    """Handle ids restart in a new process; later hooks must not overwrite the loaded ones."""
+    half_ramped(model)
+    paths = {name: str(tmp_path / name) for name in ("path", "images", "out")}
+    torch.save(model, paths["path"])
+    torch.save(images, paths["images"])
+    (tmp_path / "program.py").write_text(FRESH.format(**paths))
+    run_ranks(tmp_path / "program.py", ranks=1)
+    assert torch.equal(torch.load(paths["out"]), run(model, images))
+
+
+MASKS = """
+import torch
+from torch import nn
+from hookdrop import Masksembles, inject
+
+torch.manual_seed(3)
+layers = nn.Sequential(nn.Identity(), nn.Identity())
+inject(layers, Masksembles(n=4), layers="*")
+torch.save(layers(torch.ones(8, 40)), {out!r})
+"""
+
+
+def test_masksembles_has_the_same_masks_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the ranks of a job, and a resumed run, have the same masks."""
+    layers, out = nn.Sequential(nn.Identity(), nn.Identity()), str(tmp_path / "out")
+    inject(layers, Masksembles(n=4), layers="*")
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    run_code(MASKS.format(out=out))
+    assert torch.equal(torch.load(out), layers(torch.ones(8, 40)))
+
+
+WITHOUT_HOOKDROP = """
+import copy, io, sys
+import torch
+
+sys.modules["hookdrop"] = None  # an import raises ModuleNotFoundError
+try:
+    torch.load({hooked!r}, weights_only=False)
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError("this file loads without hookdrop")
+model = torch.load({portable!r}, weights_only=False)
+x = torch.ones(64, 4)
+torch.save((model(x), copy.deepcopy(model).eval()(x)), {out!r})
+torch.save(model, io.BytesIO())
+(key,) = model[2]._forward_pre_hooks
+# Enough to reuse every handle id that was used before.
+for _ in range(key + 2):
+    model[2].register_forward_pre_hook(lambda module, args: None)
+model(x)
+"""
+
+
+def test_a_portable_model_loads_without_hookdrop(tmp_path: Path) -> None:
+    """Entries that do nothing replace the hooks, and reserve their ids: a later hook has another signature."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.ones(64, 4)
+    clean = model(x)
+    paths = {name: str(tmp_path / name) for name in ("hooked", "portable", "out")}
+    with inject(model, Dropout(0.5), layers="0"):
+        torch.save(model, paths["hooked"])
+    inject(model, Dropout(0.5), layers="0", portable=True)
+    inject(model, Dropout(0.5), layers="2", at="input", portable=True, name="input")
+    torch.save(model, paths["portable"])
+    run_code(WITHOUT_HOOKDROP.format(**paths), "-W", "error::UserWarning")
+    assert all(torch.equal(output, clean) for output in torch.load(paths["out"]))
+    assert len(find(model)) == 2
+
+
+class Activations(torch.utils.data.Dataset[Any]):
+    """A data set that carries a hooked model to its workers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        (drop,) = find(self.model)
+        drop.step()
+        return drop.step_count, (self.model(torch.ones(64, 3, 8, 8)) == 0).float().mean().item()
+
+
+def train_in_a_process(model: nn.Module, results: Any) -> None:
+    """Seek, update the shared weights, and return what was observed."""
+    (drop,) = find(model)
+    before = drop.step_count, drop.p
+    drop.seek(10)
+    model(torch.ones(4, 3, 8, 8)).sum().backward()
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with drop.recording(last=0) as m:
+        model(torch.ones(64, 3, 8, 8))
+    ((key, hook),) = model[1]._forward_hooks.items()
+    for _ in range(key + 2):
+        model[1].register_forward_hook(lambda *_: None)
+    kept = model[1]._forward_hooks[key] is hook
+    drop.remove()
+    results.put((before, drop.step_count, m.totals.dropped, kept, (not find(model))))
+
+
+def test_spawned_processes() -> None:
+    """DataLoader workers, and a training on shared weights as in the example of torch.multiprocessing."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Hardtanh(1.0, 2.0))
+    drop = inject(model, DropBlock(0.4, 3, normalize=None), layers="1", schedule=LinearSchedule(10))
+    drop.seek(5)
+    loader = torch.utils.data.DataLoader(
+        Activations(model), batch_size=None, num_workers=1, multiprocessing_context="spawn"
+    )
+    steps, dropped = zip(*loader, strict=True)
+    assert steps == (6, 7)
+    assert list(dropped) == pytest.approx([0.24, 0.28], abs=0.05)
+
+    model.share_memory()
+    weight = model[0].weight.detach().clone()
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=train_in_a_process, args=(model, results))
+    process.start()
+    before, after, measured, kept, removed = results.get(timeout=120)
+    process.join()
+    assert (before, after, kept, removed) == ((5, 0.2), 10, True, True)
+    assert measured == pytest.approx(0.4, abs=0.05)
+    assert torch.equal(model[0].weight, weight + 1.0)
+    assert (drop.step_count, drop.p) == (5, 0.2)
+    assert find(model) == drop
+
+
+def test_the_compiler_and_pyplot_are_imported_only_when_needed(tmp_path: Path) -> None:
+    """The compiler takes about as long as PyTorch. (PyTorch's optimizers and fake tensors import it too.)
+
+    Libraries of models are not needed. Importing pyplot would keep figures open and display them twice in notebooks.
+    """
+    pytest.importorskip("matplotlib")
+    run_code(f"""
+import sys, torch
+from torch import nn
+sys.modules.update(timm=None, torchvision=None, transformers=None)
+from hookdrop import DropBlock, Dropout, LinearSchedule, find, inject, observe, recipes
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1))
+drop = inject(model, DropBlock(0.1, 3), layers="0", schedule=LinearSchedule(4))
+inject(model, nn.Dropout(0.5), layers="1")
+model(torch.ones(1, 3, 8, 8)).sum().backward()
+drop.step()
+drop.probe(torch.ones(1, 3, 8, 8))
+torch.save(model, {str(tmp_path / "model.pt")!r})
+find(torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)).step()
+with drop.recording() as recorded:
+    model(torch.ones(1, 3, 8, 8))
+assert recipes.stochastic_depth
+assert "torch._dynamo" not in sys.modules and "matplotlib" not in sys.modules
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+for figure in (recorded.plot_features(), recorded.plot_masks(), observe.plot_schedule(drop, 5)):
+    FigureCanvasAgg(figure).draw()
+assert "matplotlib.pyplot" not in sys.modules
+""")
+
+
+NEW = """
+from torch import Tensor
+
+from hookdrop.regularizers.base import Regularizer
+from hookdrop.regularizers.base import Rate
+
+
+AMOUNT = Rate("amount", kind="factor")
+
+
+def shrink(x: Tensor, amount: float, training: bool = True) -> Tensor:
+    return x * (1.0 - AMOUNT.argument(amount, x, "shrink")) if training else x
+
+
+class Shrink(Regularizer):
+    rate = AMOUNT
+
+    def __init__(self, amount: float = 0.1) -> None:
+        super().__init__()
+        self.amount = amount
+
+    def regularize(self, x, rate):
+        return x * (1.0 - rate)
+"""
+
+
+USED = """
+import torch, hookdrop
+from tests.support.regularizers import EVERY
+from hookdrop import *
+from hookdrop import functional
+
+assert "Shrink" in hookdrop.__all__ and "shrink" in functional.__all__
+assert repr(hookdrop.parse("Shrink(amount=0.25)")) == "Shrink(amount=0.25)"
+assert functional.shrink(torch.ones(1), 0.25).item() == 0.75
+assert isinstance(EVERY["Shrink"].regularizer, Shrink)
+model = torch.nn.Sequential(torch.nn.Identity())
+with hookdrop.inject(model, "Shrink(amount=0.5)", layers="0", schedule=LinearSchedule(2)) as drop:
+    drop.step()
+    assert model(torch.ones(1)).item() == 0.75
+    spec = hookdrop.InjectionSpec.from_dict(drop.spec.to_dict())
+hookdrop.inject(model, spec)
+assert model(torch.ones(1)).item() == 1.0
+assert torch.compile(Shrink(0.5), backend="eager", fullgraph=True)(torch.ones(1)).item() == 0.5
+"""
+
+
+def test_adding_a_regularizer_takes_one_module_and_two_registrations(tmp_path: Path) -> None:
+    """`hookdrop.__all__`, `parse`, specs and the tables of these tests need no changes."""
+    package = Path(shutil.copytree(Path(hookdrop.__file__).parent, tmp_path / "hookdrop"))
+    (package / "regularizers" / "shrink.py").write_text(NEW)
+    for file, row in (("regularizers/__init__.py", "Shrink"), ("functional.py", "shrink")):
+        text = (package / file).read_text()
+        imported = f'from hookdrop.regularizers.shrink import {row}\n__all__ = [\n    "{row}",'
+        (package / file).write_text(text.replace("__all__ = [", imported, 1))
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    flags = ("-W", "error", "-W", "ignore::DeprecationWarning")
+    run_code(USED, *flags, env={**os.environ, "PYTHONPATH": paths}, cwd=tmp_path)
+
+
+SOURCE = Path(kernel.__file__).with_name("_blocks.c")
+
+
+COMPILER = shutil.which("gcc") or shutil.which("clang")
+
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="neither gcc nor clang")
+
+
+def test_environment_variable_disables_native_code() -> None:
+    code = """
+import torch
+from hookdrop.functional import drop_block
+from hookdrop.kernels import native as kernel
+assert not kernel.available()
+y = drop_block(torch.ones(32, 32, 14, 14), 0.2, 5)
+print(round((y == 0).float().mean().item(), 1), round(y.mean().item(), 3))
+"""
+    assert run_code(code, env={**os.environ, "HOOKDROP_KERNEL": "0"}).strip() == "0.2 1.0"
+
+
+def compiled(source: Path, library: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    assert COMPILER is not None
+    return subprocess.run([COMPILER, *flags, str(source), "-o", str(library)], capture_output=True, text=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "source",
+    [
+        f"#include <stdint.h>\nint64_t hookdrop_interface(void) {{ return {kernel._INTERFACE + 1}; }}",
+        "int something_else(void) { return 1; }",
+    ],
+    ids=["another version", "something else"],
+)
+def test_incompatible_library_is_ignored(tmp_path: Path, source: str) -> None:
+    """A library of another version, whose functions take other arguments, and an unrelated one."""
+    (tmp_path / "other.c").write_text(source)
+    built = compiled(tmp_path / "other.c", tmp_path / "library", "-shared", "-fPIC")
+    assert built.returncode == 0, built.stderr
+    assert kernel._load(tmp_path / "library") is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("openmp", [["-fopenmp"], ["-Wno-unknown-pragmas"]])
+def test_source_compiles_without_warnings(tmp_path: Path, openmp: list[str]) -> None:
+    flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O2", "-fPIC", "-shared"]
+    built = compiled(SOURCE, tmp_path / "library", *flags, *openmp)
+    if built.returncode and "omp" in built.stderr and "-fopenmp" in openmp:
+        pytest.skip("no OpenMP")
+    assert built.returncode == 0, built.stderr
+
+
+HARNESS = """
+#include "%s"
+#include <stdio.h>
+
+static uint64_t state = 1;
+static int64_t below(int64_t bound) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (int64_t)(state >> 33) %% bound;
+}
+
+int main(void) {
+    for (int round = 0; round < 3000; round++) {
+        int64_t samples = 1 + below(3), channels = 1 + below(3), threads = 1 + below(5);
+        int64_t kind = round %% 2 ? 4 : 8, shared = below(2), odds = 1 + below(20);
+        int64_t sizes[3] = {1 + below(3), 1 + below(6), 1 + below(round %% 5 ? 9 : 150)}, edges[3], valid[3];
+        for (int axis = 0; axis < 3; axis++) {
+            edges[axis] = 1 + below(sizes[axis]);
+            valid[axis] = sizes[axis] - edges[axis] + 1;
+        }
+        int64_t size = sizes[0] * sizes[1] * sizes[2], places = valid[0] * valid[1] * valid[2];
+        int64_t masks = samples * (shared ? 1 : channels), maps = samples * channels, count = 0;
+        char *x = calloc(maps * size, kind), *y = malloc(maps * size * kind);
+        int64_t *seeds = malloc(masks * places * sizeof *seeds), *counts = calloc(samples, sizeof *counts);
+        double *scales = calloc(samples, sizeof *scales);
+        for (int64_t place = 0; place < masks * places; place++)
+            if (below(odds) == 0)
+                seeds[count++] = place;
+        seeds = realloc(seeds, (count + 1) * sizeof *seeds); /* one more, which must not be read */
+        seeds[count] = -1;
+        int64_t first_valid[4] = {1, valid[0], valid[1], valid[2]}, first_edges[4] = {1, edges[0], edges[1], edges[2]};
+        int64_t first_steps[4] = {0, sizes[1] * sizes[2], sizes[2], 1};
+        hookdrop_mask(y, x, kind, scales, channels, maps, size, shared ? channels : 1, seeds, count, 1, places,
+                      first_valid, first_steps, first_edges, first_steps, threads);
+        int64_t own = shared ? 1 : channels;
+        int64_t last_valid[4] = {own, valid[0], valid[1], valid[2]};
+        int64_t last_edges[4] = {edges[0], edges[1], edges[2], shared ? channels : 1};
+        int64_t corners[4] = {1, sizes[1] * sizes[2] * channels, sizes[2] * channels, channels};
+        int64_t last_steps[4] = {sizes[1] * sizes[2] * channels, sizes[2] * channels, channels, 1};
+        hookdrop_mask(y, round %% 3 ? x : NULL, kind, scales, 1, samples, size * channels, 1, seeds, count, 1,
+                      places * own, last_valid, corners, last_edges, last_steps, threads);
+        hookdrop_count(counts, masks, own, seeds, count, 1, places, valid, sizes, edges, threads);
+        for (int64_t sample = 0; sample < samples; sample++)
+            if (counts[sample] < 0 || counts[sample] > own * size)
+                return printf("%%lld of %%lld\\n", (long long)counts[sample], (long long)(own * size)), 1;
+        int64_t pitch = own * size + below(3);
+        uint8_t *dropped = calloc(samples * pitch, 1);
+        hookdrop_clear(y, x, kind, scales, channels * size, samples, channels, size, dropped, pitch, shared, threads);
+        free(x), free(y), free(seeds), free(counts), free(scales), free(dropped);
+    }
+    return 0;
+}
+"""
+
+
+@needs_compiler
+def test_native_code_does_not_access_memory_out_of_bounds(tmp_path: Path) -> None:
+    """3,000 geometries under the address and undefined-behavior sanitizers."""
+    flags = ["-std=gnu11", "-g", "-O1", "-fno-strict-aliasing", "-Wno-unknown-pragmas"]
+    sanitized = [*flags, "-fsanitize=address,undefined"]
+    (tmp_path / "nothing.c").write_text("int main(void) { return 0; }")
+    if compiled(tmp_path / "nothing.c", tmp_path / "nothing", *sanitized).returncode:
+        pytest.skip("the compiler has no sanitizers")
+    (tmp_path / "harness.c").write_text(HARNESS % SOURCE)
+    built = compiled(tmp_path / "harness.c", tmp_path / "harness", *sanitized, "-fno-sanitize-recover=all")
+    assert built.returncode == 0, built.stderr
+    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
+    run = subprocess.run([str(tmp_path / "harness")], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hookdrop.kernels.triton_kernels import draw_kernel, mask_kernel
+
+def compile(kernel, types, **constants):
+    types = {"bits": "*i32", "state": "*i64", "rate": "i64", "scale": "fp32", "count": "i64"} | types
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    for target, binary in TARGETS:
+        assert len(triton.compile(source, target=GPUTarget(*target), options=options).asm[binary]) > 1000
+
+compile(draw_kernel, {}, COUNT=True, LANES=128)
+flags = {"COUNTED": True, "ALIGNED": True, "GROUPS_FASTEST": False, "ROWS": 64}
+compile(mask_kernel, {"y": "*fp32", "x": "*fp32"}, **flags, stride=1)
+flags |= {"ALIGNED": False, "GROUPS_FASTEST": True}
+compile(mask_kernel, {"y": "*bf16", "x": "*bf16"}, **flags, group_stride=1)
+"""
+TARGETS = {
+    "nvidia": [(("cuda", 80, 32), "cubin"), (("cuda", 90, 32), "cubin")], "amd": [(("hip", "gfx942", 64), "hsaco")]
+}  # fmt: skip
+
+
+def test_kernels_compile() -> None:
+    language, backends = pytest.importorskip("triton.language"), pytest.importorskip("triton.backends").backends
+    targets = [target for backend in TARGETS if backend in backends for target in TARGETS[backend]]
+    if not hasattr(language, "gather") or not targets:
+        pytest.skip("this Triton has no gather (PyTorch 2.6), or cannot compile for these GPUs")
+    # The interpreter replaces the compiler when Triton is imported.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run_code(f"TARGETS = {targets}\n{COMPILE}", env=environment)

@@ -1,0 +1,424 @@
+"""Contents of the figures, not their pixels. Grad-CAM is that of its paper, and changes nothing."""
+
+import copy
+import io
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import interpolate
+
+from hookdrop import (
+    ConstantSchedule,
+    DropBlock,
+    Dropout,
+    GaussianNoise,
+    HookdropError,
+    LayerError,
+    LinearSchedule,
+    Prediction,
+    ShapeError,
+    find,
+    inject,
+)
+from hookdrop.injection import figures
+from hookdrop.injection.figures import as_images
+from hookdrop.observe import CamComparison, compare_cam, grad_cam, plot_schedule
+from hookdrop.observe.cam import as_map
+from tests.support.models import Small, toy
+from tests.support.tensors import captured, scale_maps
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pytorch_grad_cam")
+from matplotlib.figure import Figure
+
+
+def all_axes(figure: Figure) -> list[Any]:
+    """Return the axes of the figure and its subfigures, without color bars."""
+    found = [*figure.axes, *(axes for part in figure.subfigs for axes in all_axes(part))]
+    return [axes for axes in dict.fromkeys(found) if axes.get_label() != "<colorbar>"]
+
+
+def images_of(figure: Figure) -> list[np.ndarray]:
+    return [np.asarray(image.get_array()) for axes in all_axes(figure) for image in axes.images]
+
+
+def titles(figure: Figure) -> list[str]:
+    return [part.get_suptitle() for part in figure.subfigs]
+
+
+class TestRecordings:
+    def test_maps_are_three_rows_of_channels_with_one_color_scale(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, DropBlock(0.3, 3), layers="layer1.*")
+        with drop.recording() as r:
+            model(images)
+        figure = r.plot_features(sample=2, channels=5)
+        assert titles(figure) == [
+            f"layer1.{i}: DropBlock at 0.3, dropped {r[f'layer1.{i}'].dropped:.3f}" for i in (0, 1)
+        ]
+        for part, site in zip(figure.subfigs, r.values(), strict=True):
+            shown = images_of(part)
+            assert len(shown) == 15
+            for row, tensor in enumerate((site.before, site.mask, site.after)):
+                assert all(np.array_equal(shown[5 * row + c], tensor[2, c].float()) for c in range(5))
+            axes = all_axes(part)
+            assert [a.get_ylabel() for a in axes[::5]] == ["before", "mask", "after"]
+            assert [a.get_title() for a in axes[:5]] == [f"channel {c}" for c in range(5)]
+            # Before and after share a color scale with a color bar; the mask has two colors with a legend.
+            both = torch.stack([site.before[2, :5], site.after[2, :5]])
+            assert {a.images[0].get_clim() for a in axes[:5] + axes[10:]} == {(both.min().item(), both.max().item())}
+            assert len([a for a in part.axes if a.get_label() == "<colorbar>"]) == 1
+        assert [[text.get_text() for text in one.get_texts()] for part in figure.subfigs for one in part.legends] == [
+            ["kept", "dropped"]
+        ]
+
+    def test_plot_masks(self, model: Small, images: torch.Tensor) -> None:
+        drop = inject(model, Dropout(0.3), layers=["layer1", "fc"])
+        with drop.recording() as r:
+            model(images)
+        shown = images_of(r.plot_masks("layer1", sample=1, channels=3))
+        assert len(shown) == 3
+        assert np.array_equal(shown[2], r["layer1"].mask[1, 2])
+        assert len(titles(r.plot_masks())) == 2
+        with pytest.raises(LayerError, match="no site 'layer2'"):
+            r.plot_masks(["layer2"])
+
+    @pytest.mark.parametrize(
+        ("shape", "size", "label"),
+        [((4, 20, 6), (20, 6), "tokens x channels"), ((4, 6), (4, 6), "samples x units"), ((6,), (6, 1), "samples x units")],
+        ids=str,
+    )  # fmt: skip
+    def test_tokens_are_one_image_each(self, shape: tuple[int, ...], size: tuple[int, ...], label: str) -> None:
+        with inject(model := nn.Sequential(nn.Identity()), Dropout(0.5), layers="0").recording() as r:
+            model(torch.randn(shape))
+        figure = r.plot_features()
+        assert [image.shape for image in images_of(figure)] == [size] * 3
+        axes = all_axes(figure)
+        assert [a.get_ylabel() for a in axes] == ["before", "mask", "after"]
+        assert {a.get_xlabel() for a in axes} == {label}
+
+    def test_at_most_six_sites_are_drawn_unless_named(self) -> None:
+        model = nn.Sequential(*[nn.Identity() for _ in range(9)])
+        with inject(model, Dropout(0.5), layers="*").recording() as r:
+            model(torch.randn(2, 3, 4, 4))
+        assert [title.partition(":")[0] for title in titles(r.plot_masks())] == ["0", "2", "4", "6", "8"]
+        assert len(titles(r.plot_masks(list(r)))) == 9
+
+
+def test_images_of_other_tensors() -> None:
+    x = torch.randn(2, 7, 7, 12)
+    assert torch.equal(figures.images_of(x, 0, 8)[3], x[0, ..., 3])  # channels last
+    x = torch.randn(2, 3, 5, 6, 7)
+    assert torch.equal(figures.images_of(x, 1, 8)[2], x[1, 2, 2])  # a volume shows its middle slice
+    x = torch.tensor([[[[float("inf"), 3], [1, 1]]]])  # non-finite values do not affect the color scale
+    assert all_axes(figures.blocks_figure({"": {"": x}}))[0].images[0].get_clim() == (1, 3)
+    for wrong, sample in ((torch.ones(4, 3, 5, 5), 4), (torch.ones(()), 0)):
+        with pytest.raises(ShapeError):
+            figures.images_of(wrong, sample, 8)
+
+
+class TestSchedules:
+    def test_schedule_plot_shows_its_multipliers(self) -> None:
+        line = plot_schedule(LinearSchedule(4), 6).axes[0].lines[0]
+        assert list(line.get_xdata()) == list(range(7))
+        assert list(line.get_ydata()) == LinearSchedule(4).simulate(7)
+
+    def test_injection_plot_has_one_line_for_each_rate(self) -> None:
+        model = nn.Sequential(*[nn.Identity() for _ in range(3)])
+        drop = inject(model, Dropout(0.4), layers="*", schedule=LinearSchedule(10), p_scale={"0": 0.5})
+        drop.seek(5)
+        axes = plot_schedule(drop, 20).axes[0]
+        assert [line.get_label() for line in axes.lines[:2]] == ["target rate 0.4: 2 sites", "target rate 0.2: 0"]
+        assert list(axes.lines[1].get_ydata())[:3] == pytest.approx([0, 0.02, 0.04])
+        assert list(axes.lines[0].get_ydata())[-1] == 0.4
+        assert list(axes.lines[2].get_xdata()) == [5, 5]
+        assert axes.get_ylabel() == "p"
+        assert [child.get_ylabel() for child in axes.child_axes] == ["keep_prob = 1 - p"]
+
+    def test_noise_plot_has_no_keep_prob_axis(self) -> None:
+        axes = plot_schedule(inject(model := nn.Sequential(nn.Identity()), GaussianNoise(0.4), layers="0"), 5).axes[0]
+        assert (axes.get_ylabel(), axes.child_axes, len(model)) == ("rate", [], 1)
+        with pytest.raises(ValueError):
+            plot_schedule(ConstantSchedule(), 0)
+
+
+class TestClassActivationMaps:
+    def test_images_above_one_row_for_each_model(self) -> None:
+        before, after = torch.rand(3, 8, 8), torch.ones(3, 8, 8)
+        figure = CamComparison(torch.rand(3, 1, 8, 8), [1, 2, 3], before, after).plot(most=2)
+        axes = all_axes(figure)
+        assert [a.get_ylabel() for a in axes[::2]] == ["image", "before", "after"]
+        widths = [f"{w:.0%} above half" for w in (before > 0.5).float().mean((1, 2))[:2]]
+        assert [a.get_title() for a in axes] == ["class 1", "class 2", *widths, *["100% above half"] * 2]
+        assert np.array_equal(axes[3].images[1].get_array(), before[1])
+        assert axes[3].images[1].get_clim() == (0, 1)
+
+    def test_three_channel_images_are_in_color_others_in_gray(self) -> None:
+        x = torch.randn(2, 3, 4, 4)
+        shown = as_images(x)
+        assert shown.shape == (2, 4, 4, 3)
+        assert (shown.amin((1, 2, 3)).tolist(), shown.amax((1, 2, 3)).tolist()) == ([0, 0], [1, 1])
+        assert torch.equal(as_images(x[:, :2]), x[:, :2].mean(1))
+
+
+class TestFigures:
+    def test_figures_can_be_drawn_into_a_subfigure(self, model: Small, images: torch.Tensor) -> None:
+        whole = Figure(layout="constrained")
+        left, right = whole.subfigures(1, 2)
+        drop = inject(model, Dropout(0.3), layers="layer1")
+        with drop.recording() as r:
+            model(images)
+        assert r.plot_features(figure=left) is left
+        assert plot_schedule(drop, 5, figure=right.subfigures(2, 1)[0]) is right.subfigs[0]
+        whole.draw_without_rendering()
+
+    def test_missing_matplotlib_error_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(HookdropError, match="pip install"):
+            plot_schedule(ConstantSchedule(), 5)
+
+
+def predicted(*shape: int, activation: str | None = "softmax") -> Prediction:
+    """The rows have increasing means and spreads."""
+    model = nn.Sequential(nn.Identity())
+    x = torch.arange(1.0, shape[0] + 1).view(-1, *[1] * (len(shape) - 1)) * (0.5 + torch.rand(shape))
+    return inject(model, Dropout(0.5), layers="0").predict(x, samples=20, activation=activation)
+
+
+@pytest.mark.parametrize(
+    ("shape", "activation", "panels", "labels"),
+    [
+        ((20, 5), "softmax", 2, ["mean", "standard deviation"]),
+        ((20, 5), "sigmoid", 3, ["mean", "standard deviation", "mutual information"]),
+        ((20, 5), None, 2, ["mean", "standard deviation"]),
+        ((4, 7, 5), "softmax", 8, ["mean", "standard deviation"]),
+        ((4, 5, 6, 8), "softmax", 12, ["most probable class", "standard deviation", "mutual information"]),
+        ((4, 1, 6, 8), "sigmoid", 12, ["mean", "standard deviation", "mutual information"]),
+        ((4, 5, 6, 8), None, 8, ["mean", "standard deviation"]),
+        ((2, 5, 3, 6, 8), "softmax", 6, ["most probable class", "standard deviation", "mutual information"]),
+    ],
+)
+def test_columns_and_rows(shape: tuple[int, ...], activation: str | None, panels: int, labels: list[str]) -> None:
+    found = predicted(*shape, activation=activation)
+    figure = found.plot()
+    bars = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
+    assert [axes.get_xlabel() for axes in bars] == labels
+    images = [axes for axes in figure.axes if axes not in bars]
+    assert len(images) == panels
+    figure.savefig(io.BytesIO())
+    if len(shape) == 2:  # the first line of a picture is the most uncertain row
+        uncertainty = found.variance.sqrt() if found.mutual_information is None else found.mutual_information
+        first = uncertainty.reshape(len(found.mean), -1).mean(1).argmax()
+        assert np.allclose(images[1].images[0].get_array()[0], found.variance[first].sqrt().numpy())
+
+
+@pytest.mark.parametrize("shape", [(20, 1), (20,)])
+def test_single_numbers_have_error_bars_and_the_most_uncertain_are_red(shape: tuple[int, ...]) -> None:
+    figure = predicted(*shape, activation=None).plot(rows=5)
+    (axes,) = figure.axes
+    gray, red = axes.containers
+    assert [len(one.lines[0].get_xdata()) for one in (gray, red)] == [15, 5]
+    assert red.lines[0].get_ydata().min() > gray.lines[0].get_ydata().mean()
+    assert "the 5 most uncertain of 20 rows, by standard deviation" in axes.get_title()
+
+
+def test_empty_prediction_raises() -> None:
+    model = nn.Sequential(nn.Linear(8, 3))
+    drop = inject(model, Dropout(0.5), layers="0")
+    with pytest.raises(ShapeError, match="it cannot be shown as images"):
+        drop.predict(torch.zeros(0, 8)).plot()
+
+
+def reference_grad_cam(model: nn.Module, x: torch.Tensor, layer: str, classes: list[int]) -> torch.Tensor:
+    """Grad-CAM by equations 1 and 2 of its paper, resized to the image."""
+    modes = [module.training for module in model.modules()]
+    model.eval()
+    with captured(model, layer) as seen:
+        model(x)[range(len(x)), classes].sum().backward()
+    model.zero_grad()
+    for module, training in zip(model.modules(), modes, strict=True):
+        module.training = training
+    features, gradients = seen[layer][0], seen[layer][0].grad
+    maps = (gradients.mean((2, 3), keepdim=True) * features).sum(1).relu()
+    return scale_maps(interpolate(scale_maps(maps)[:, None], x.shape[2:], mode="bilinear", align_corners=False)[:, 0])
+
+
+class Strided(Small):
+    """Its maps have a quarter of the image size, and its ReLU is in-place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.ReLU(inplace=True))
+        nn.init.uniform_(self.fc.weight)  # positive evidence for every class
+
+
+class TestPapers:
+    @pytest.mark.parametrize("layer", ["layer1", "layer2.0", "layer2", "conv1.0"])
+    def test_gradcam_matches_the_equations_of_the_paper(self, layer: str) -> None:
+        """Also if a later ReLU works in place, after "conv1.0"."""
+        model, x = Strided(), torch.randn(3, 3, 32, 48)
+        expected = reference_grad_cam(model, x, layer, [1, 7, 7])
+        assert torch.allclose(grad_cam(model, x, layer, [1, 7, 7]), expected, atol=1e-4)
+
+    @pytest.mark.parametrize("size", [1e-4, 1e-12, 1e-25])
+    def test_maximum_is_1_for_tiny_gradients(self, size: float) -> None:
+        model, x = Strided(), torch.randn(3, 3, 32, 32)
+        plain = grad_cam(model, x, "layer2", 1)
+        with torch.no_grad():
+            model.fc.weight *= size
+            model.fc.bias *= size
+        maps = grad_cam(model, x, "layer2", 1)
+        assert maps.amax((1, 2)).tolist() == [1, 1, 1]
+        assert torch.allclose(maps, plain, atol=1e-5)
+
+
+def test_the_default_target_is_the_predicted_class(model: Small, images: torch.Tensor) -> None:
+    predicted = copy.deepcopy(model).eval()(images).argmax(1)
+    expected = grad_cam(model, images, "layer2", predicted)
+    assert torch.equal(grad_cam(model, images, "layer2"), expected)
+    assert torch.equal(grad_cam(model, images, "layer2", predicted.tolist()), expected)
+
+
+class TestNoSideEffects:
+    @pytest.mark.parametrize("fails", [False, True], ids=["success", "error"])
+    def test_modes_gradients_buffers_hooks_and_random_state_are_restored(
+        self, model: Small, images: torch.Tensor, fails: bool
+    ) -> None:
+        model.train()
+        model.layer1[0].bn1.eval()
+        model.fc.bias.requires_grad_(False)
+        drop = inject(model, Dropout(0.5), layers="layer1.1")
+        model(images).sum().backward()
+        modes = {name: module.training for name, module in model.named_modules()}
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        values = {name: None if g is None else g.clone() for name, g in grads.items()}
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+        random_states = torch.get_rng_state(), random.getstate()
+
+        if fails:
+            with pytest.raises(IndexError):
+                grad_cam(model, images, "layer2", 11)
+        else:
+            grad_cam(model, images, "layer2", 1)
+
+        assert {name: module.training for name, module in model.named_modules()} == modes
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is grads[name]
+            assert parameter.requires_grad == (name != "fc.bias")
+            assert values[name] is None or torch.equal(parameter.grad, values[name])
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()] == hooks
+        assert torch.equal(torch.get_rng_state(), random_states[0])
+        assert random.getstate() == random_states[1]
+        assert drop.check() == []
+
+    def test_hooks_of_hookdrop_and_of_gradients_are_not_called(self, model: Small, images: torch.Tensor) -> None:
+        expected = grad_cam(model, images, "layer2", 1)
+        inject(model, Dropout(0.9), layers="layer*.*")
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: pytest.fail("called"))
+        assert torch.equal(grad_cam(model, images, "layer2", 1), expected)
+        assert not any(site.called for site in find(model).sites)
+
+    def test_between_a_forward_and_its_backward(self, model: Small, images: torch.Tensor) -> None:
+        twin = copy.deepcopy(model)
+        loss = model(images).square().sum()
+        grad_cam(model, images, "layer2")
+        loss.backward()
+        twin(images).square().sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+    @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+    def test_under_no_grad_and_inference_mode(self, model: Small, images: torch.Tensor, context: Any) -> None:
+        expected = grad_cam(model, images, "layer2")
+        with context():
+            assert torch.equal(grad_cam(model, images.clone(), "layer2"), expected)
+
+
+class TestOutputs:
+    @pytest.mark.parametrize(
+        ("tokens", "image", "grid"),
+        [(196, (224, 224), (14, 14)), (197, (224, 224), (14, 14)), (201, (224, 224), (14, 14)), (25, (64, 96), (4, 6)), (8, (32, 16), (4, 2))],
+        ids=str,
+    )  # fmt: skip
+    def test_token_grid_has_the_aspect_ratio_of_the_image(self, tokens: int, image: Any, grid: Any) -> None:
+        x = torch.arange(tokens * 2.0).reshape(1, tokens, 2)
+        maps = as_map(x, image)
+        assert maps.shape == (1, 2, *grid)
+        assert torch.equal(maps[0].flatten(1), x[0, -grid[0] * grid[1] :].T)
+
+    def test_the_channels_of_a_map_may_be_last(self) -> None:
+        x = torch.randn(2, 5, 4, 6)
+        assert torch.equal(as_map(x, (64, 96)), x)
+        assert torch.equal(as_map(x.movedim(1, -1), (64, 96)), x)
+
+    def test_other_outputs_raise(self) -> None:
+        for wrong in (torch.ones(1, 99, 2), torch.ones(1, 99), (torch.ones(1, 99, 2),)):
+            with pytest.raises(ShapeError):
+                as_map(wrong, (224, 224))
+
+    def test_models_with_container_outputs(self, images: torch.Tensor) -> None:
+        model = Strided()
+        expected, forward = grad_cam(model, images, "layer2", 2), model.forward
+        model.forward = lambda x: {"logits": forward(x), "other": x}  # type: ignore[method-assign, assignment]
+        assert torch.equal(grad_cam(model, images, "layer2", 2), expected)
+
+
+class TestErrors:
+    def test_layer_called_more_than_once_or_never_raises(self, images: torch.Tensor) -> None:
+        relu = nn.ReLU()
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), relu, relu, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        with pytest.raises(LayerError, match="'1' must be called once in one forward"):
+            grad_cam(model, images, "1")
+        model.spare = nn.Conv2d(3, 3, 1)
+        model.forward = lambda x: x.mean((2, 3))
+        with pytest.raises(LayerError, match="'spare' must be called once"):
+            grad_cam(model, images, "spare")
+
+    def test_layer_without_a_gradient_raises(self, images: torch.Tensor) -> None:
+        forward = lambda m, x: m.fc(m.layer1(m.conv1(x)).detach().mean((2, 3)) + x.mean((1, 2, 3))[:, None])  # noqa: E731
+        model = toy(forward, **dict(Small().named_children()))
+        with pytest.raises(LayerError):
+            grad_cam(model, images, "layer1")
+
+    def test_invalid_images_and_model_outputs_raise(self, model: Small, images: torch.Tensor) -> None:
+        with pytest.raises(TypeError):
+            grad_cam(model, images.byte(), "layer2")
+        with pytest.raises(ShapeError):
+            grad_cam(model, images[0], "layer2")
+        with pytest.raises(ShapeError):
+            grad_cam(nn.Sequential(model.conv1, model.layer1), images, "1")
+        with pytest.raises(IndexError):
+            grad_cam(model, images, "layer2", 10)
+        with pytest.raises(RuntimeError, match="must match the existing size"):
+            grad_cam(model, images, "layer2", [1, 2, 3])
+
+    def test_missing_library(self, model: Small, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "pytorch_grad_cam", None)
+        with pytest.raises(HookdropError, match="pip install"):
+            grad_cam(model, images, "layer2")
+        assert model.training
+
+
+class TestCompareCam:
+    def test_default_target_is_the_class_that_the_second_model_predicts(self, images: torch.Tensor) -> None:
+        before, after = Small(), Small()
+        result = compare_cam(before, after, images, "layer2")
+        predicted = copy.deepcopy(after).eval()(images).argmax(1).tolist()
+        assert result.targets == predicted
+        assert torch.equal(result.before, grad_cam(before, images, "layer2", predicted))
+        assert torch.equal(result.after, grad_cam(after, images, "layer2", predicted))
+        assert before.training
+        assert after.training
+
+    def test_width_is_the_fraction_above_half(self, model: Small, images: torch.Tensor) -> None:
+        result = compare_cam(model, model, images, "layer2", 1)
+        assert torch.equal(result.wide_before, result.wide_after)
+        assert result.wide_after[2] == (result.after[2] > 0.5).sum() / 256
+        result.after = torch.ones(4, 16, 16)
+        assert repr(result).endswith(" above half before, 100.0% after>")
