@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hookdrop import recipes as recipes
     from hookdrop.injection.prediction import Prediction as Prediction
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "HookdropError",
