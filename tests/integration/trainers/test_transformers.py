@@ -174,7 +174,7 @@ def test_reporters_receive_the_metrics(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 
     class Reporter(TrainerCallback):
-        def on_log(args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             seen.append(dict(logs))
 
     for log in (True, False):
