@@ -38,7 +38,7 @@ autodoc_preserve_defaults = True
 toc_object_entries_show_parents = "hide"
 napoleon_custom_sections = ["Reference", "References"]
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 sphinx_gallery_conf = {
