@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -63,52 +63,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     return program.main(options, PARTS, p=peers.P, block_size=peers.BLOCK, dtype="float32", shapes=shapes)
 
 
-def cases(
-    shapes: Iterable[peers.Shape], implementations: Mapping[str, peers.Implementation], device: str
-) -> Iterable[Case]:
-    """Yield the jobs at each shape, forward and backward on the same tensors."""
-    for shape in shapes:
-        x, grad = peers.make_inputs(shape, device)
-        yield peers.format_shape(shape), {name: one.job(x, grad) for name, one in implementations.items()}
+def compare(
+    title: str,
+    options: argparse.Namespace,
+    functions: Mapping[str, peers.Function],
+    pairs: Sequence[tuple[str, str]],
+    shapes: Iterable[peers.Shape],
+    **settings: Any,
+) -> dict[str, Any]:
+    """Compare functions at each shape, forward and backward on the same tensors."""
+
+    def cases() -> Iterator[Case]:
+        for shape in shapes:
+            x, grad = peers.make_inputs(shape, options.device)
+            yield peers.format_shape(shape), {name: peers.job(name, one, x, grad) for name, one in functions.items()}
+
+    return race(title, cases(), pairs, options, **settings)
 
 
-def compare(options: argparse.Namespace) -> dict[str, Any]:
+def every(options: argparse.Namespace) -> dict[str, Any]:
     """Compare all implementations at each shape."""
-    implementations = peers.implementations(device=options.device)
-    pairs = [*PAIRS, *(_without_kernel(*pair) for pair in PAIRS)]
-    pairs += [(name, peers.LIMIT) for name in implementations if name != peers.LIMIT]
+    functions = peers.implementations(device=options.device)
+    without = [[name + peers.NO_KERNEL if name.startswith("hookdrop") else name for name in pair] for pair in PAIRS]
+    pairs = [*PAIRS, *((over, under) for over, under in without)]
+    pairs += [(name, peers.LIMIT) for name in functions if name != peers.LIMIT]
     title = f"Forward + backward, p = {peers.P}, block_size = {peers.BLOCK}, a mask per channel unless shared"
-    return race(title, cases(options.shapes, implementations, options.device), pairs, options)
-
-
-def _without_kernel(over: str, under: str) -> tuple[str, str]:
-    over, under = (name + peers.NO_KERNEL if name.startswith("hookdrop") else name for name in (over, under))
-    return over, under
+    return compare(title, options, functions, pairs, options.shapes)
 
 
 def small(options: argparse.Namespace) -> dict[str, Any]:
     """Compare the regularizers with their peers on small tensors, where the calls of operations are the cost."""
-    implementations = peers.implementations(block=SMALL_BLOCK, device=options.device)
-    chosen = {name: implementations[name] for pair in SMALL for name in pair}
-    return race("Small tensors", cases(SMALL_SHAPES, chosen, options.device), SMALL, options)
+    functions = peers.calls(block=SMALL_BLOCK)
+    chosen = {name: functions[name] for pair in SMALL for name in pair}
+    return compare("Small tensors", options, chosen, SMALL, SMALL_SHAPES)
 
 
 def blocks(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the cost of larger blocks relative to blocks of 7, at the last shape."""
-    names = {size: f"{peers.BATCH}, blocks of {size}" for size in SIZES}
-    chosen = {names[size]: peers.implementations(block=size, device=options.device)[peers.BATCH] for size in SIZES}
-    pairs = [(names[size], names[SIZES[0]]) for size in SIZES[1:]]
-    return race("Block sizes", cases(options.shapes[-1:], chosen, options.device), pairs, options)
+    chosen = {f"{peers.BATCH}, blocks of {size}": peers.calls(block=size)[peers.BATCH] for size in SIZES}
+    first, *others = chosen
+    return compare("Block sizes", options, chosen, [(name, first) for name in others], options.shapes[-1:])
 
 
 def growth(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the cost by tensor size."""
-    implementations = peers.implementations(device=options.device)
-    chosen = {name: implementations[name] for name in GROWTH_NAMES}
-    sizes = cases(_growth_shapes(options.elements), chosen, options.device)
-    settings = {"rounds": max(GROWTH_ROUNDS, options.rounds // 3), "most": MAX_SECONDS}
+    chosen = {name: peers.calls()[name] for name in GROWTH_NAMES}
     pairs = [(name, peers.LIMIT) for name in GROWTH_NAMES[1:]]
-    return race("Tensor sizes", sizes, pairs, options, **settings)
+    settings = {"rounds": max(GROWTH_ROUNDS, options.rounds // 3), "most": MAX_SECONDS}
+    return compare("Tensor sizes", options, chosen, pairs, _growth_shapes(options.elements), **settings)
 
 
 def _growth_shapes(limit: float) -> list[peers.Shape]:
@@ -125,35 +127,27 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     batch size. The input does not count, since the previous layer keeps it in any case.
     """
     found: dict[str, dict[str, Any]] = {}
+    shown: dict[str, dict[str, object]] = {}
     for name, one in peers.implementations(device=options.device).items():
         for shape in options.shapes:
             x, _ = peers.make_inputs(shape, options.device)
-            dropped = peers.dropped_fraction(one, shape, device=options.device)
-            numbers = {"bytes_per_element": saved_bytes(one, x) / x.numel(), "dropped": dropped}
+            dropped = peers.dropped_fraction(name, one, shape, device=options.device)
+            numbers = {"bytes_per_element": saved_bytes(name, one, x) / x.numel(), "dropped": dropped}
             found.setdefault(name, {})[peers.format_shape(shape)] = numbers
-    shown = {
-        name: {shape: f"{one['bytes_per_element']:.4f} {one['dropped']:.3f}" for shape, one in of.items()}
-        for name, of in found.items()
-    }
+            shown.setdefault(name, {})[peers.format_shape(shape)] = "{:.4f} {:.3f}".format(*numbers.values())
     program.show("Bytes saved per element, and dropped fraction", shown)
     return found
 
 
-def saved_bytes(implementation: peers.Implementation, x: Tensor) -> int:
+def saved_bytes(name: str, function: peers.Function, x: Tensor) -> int:
     """Return the bytes that a forward saves for backward, excluding `x`."""
-    with implementation.context():
-        storages = saved_storages(lambda: implementation.call(x))
+    with peers.kernel_of(name):
+        storages = saved_storages(lambda: function(x))
     storages.pop(x.untyped_storage().data_ptr(), None)
     return sum(storages.values())
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "main": compare,
-    "small": small,
-    "blocks": blocks,
-    "growth": growth,
-    "memory": memory,
-}
+PARTS: dict[str, program.Part] = {"main": every, "small": small, "blocks": blocks, "growth": growth, "memory": memory}
 
 
 if __name__ == "__main__":
