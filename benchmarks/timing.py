@@ -59,7 +59,7 @@ def measure(
 ) -> pd.DataFrame:
     """Run all jobs in random order in every round (slow jobs in every third), after `WARM_UPS` warm-up calls.
 
-    Returns `COUNTS` of each turn; the index is the job and the round. With `where`, prints a warning if the machine is busy.
+    Returns `COUNTS` of each turn by job and round. With `where`, prints a warning if the machine is busy.
     """
     turns, shuffler = dict[tuple[str, int], tuple[float, float, float]](), random.Random(0)
     estimates = {name: min(time_call(job, 1, device)[0] for _ in range(WARM_UPS)) for name, job in jobs.items()}

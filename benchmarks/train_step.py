@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = program.parser(__doc__, PARTS, rounds=25, out="runs/train_step.json")
     parser.add_argument("--resnet", default="resnet50", help="a ResNet of torchvision (default: resnet50)")
     parser.add_argument("--layers", nargs="+", default=LAYERS, help=f"its sites (default: {' '.join(LAYERS)})")
-    parser.add_argument("--vits", nargs="+", default=MODELS, help=f"ViTs of timm (default: {' '.join(MODELS)})")
+    parser.add_argument("--vits", nargs="+", default=VITS, help=f"ViTs of timm (default: {' '.join(VITS)})")
     parser.add_argument("--only", nargs="+", default=(), help="variants to time (default: all)")
     parser.add_argument("--batch", type=int, default=32, help="images, except of the methods (default: 32)")
     parser.add_argument("--pixels", type=int, default=224, help="size of an image (default: 224)")
