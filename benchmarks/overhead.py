@@ -27,7 +27,6 @@ import torchvision
 from torch import Tensor, nn
 
 import hookdrop
-import peers
 import program
 from hookdrop import DropBlock, Dropout, LateSchedule, LinearSchedule
 from timing import measure, ratios, time_call
@@ -68,7 +67,7 @@ def forward(options: argparse.Namespace) -> dict[str, Any]:
         for count, edge in QUICK_INPUTS if options.quick else INPUTS:
             x = torch.randn(count, 3, edge, edge, device=options.device)
             for gradients in (False, True) if (count, edge) == INPUTS[-1] else (False,):
-                case = f"{library}, {peers.format_shape(tuple(x.shape))}{', with gradients' if gradients else ''}"
+                case = f"{library}, {count}x3x{edge}x{edge}{', with gradients' if gradients else ''}"
                 with torch.set_grad_enabled(gradients):
                     jobs = {name: partial(one, x) for name, one in models.items()}
                     samples = measure(jobs, options.rounds, options.device, case)
@@ -85,16 +84,11 @@ def empty(*_: Any) -> None:
     """An empty hook that is a function."""
 
 
-class Tiny(nn.Module):
-    """An identity with a weight; on a layer without weights, a hook counts its calls and may warn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x`."""
-        return x
+def tiny() -> nn.Module:
+    """Create an identity with a weight; on a layer without weights, a hook counts its calls and may warn."""
+    module = nn.Identity()
+    module.weight = nn.Parameter(torch.ones(()))
+    return module
 
 
 def call(options: argparse.Namespace) -> dict[str, Any]:
@@ -102,14 +96,14 @@ def call(options: argparse.Namespace) -> dict[str, Any]:
     x = torch.ones(1, 4, 8, 8)
 
     def hooked(**arguments: Any) -> nn.Module:
-        module = Tiny()
+        module = tiny()
         hookdrop.inject(module, layers=module, **{"regularizer": REGULARIZER, **arguments})
         return module
 
     cases = {
-        "clean": Tiny(),
-        "another module without a hook": Tiny(),
-        "an empty function as hook": Tiny(),
+        "clean": tiny(),
+        "another module without a hook": tiny(),
+        "an empty function as hook": tiny(),
         "hookdrop, eval": hooked().eval(),
         "hookdrop, training, disabled": (off := hooked()),
         "hookdrop, training, rate 0": (zero := hooked(regularizer=Dropout(p=0.0))),
@@ -137,7 +131,7 @@ def _call(module: nn.Module, x: Tensor, gradients: bool) -> None:
 def sites(options: argparse.Namespace) -> dict[str, Any]:
     """Inject, step, find and remove at 1 to 10,000 sites with different rates."""
     rows: dict[str, list[float]] = {}
-    models = {count: nn.Sequential(*(Tiny() for _ in range(count))) for count in SITE_COUNTS}
+    models = {count: nn.Sequential(*(tiny() for _ in range(count))) for count in SITE_COUNTS}
     for _ in range(max(1, options.rounds // SITES_EVERY)):
         for count, model in models.items():
             schedule = LinearSchedule(NEVER)

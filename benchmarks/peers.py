@@ -5,7 +5,7 @@ All get the same p and block size. Not all of them drop the fraction p; `dropped
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,8 +20,8 @@ from hookdrop.kernels import native as kernel
 
 P, BLOCK = 0.1, 7
 DRAWS, SHARED_DRAWS = 20, 50
-SHAPES = ((32, 256, 28, 28), (32, 1024, 14, 14), (16, 256, 56, 56))
-GPU_SHAPES = (*SHAPES, (32, 2048, 7, 7), (16, 64, 112, 112))
+SHAPES = ("32x256x28x28", "32x1024x14x14", "16x256x56x56")
+GPU_SHAPES = (*SHAPES, "32x2048x7x7", "16x64x112x112")
 
 LIMIT = "x * c"
 BATCH, SAMPLE, EXPECTED = "hookdrop batch", "hookdrop sample", "hookdrop expected"
@@ -32,7 +32,6 @@ DROP_PATH, TIMM_DROP_PATH = "hookdrop drop_path", "timm drop_path"
 NO_KERNEL = ", no kernel"
 
 BLOCKS = (BATCH, SAMPLE, EXPECTED, SHARED)
-Shape = tuple[int, ...]
 Function = Callable[[Tensor], Tensor]
 
 
@@ -87,14 +86,16 @@ def job(name: str, function: Function, x: Tensor, grad: Tensor) -> Callable[[], 
     return run
 
 
-def make_inputs(shape: Shape, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Create an input that requires a gradient, and the gradient of the output."""
-    x = torch.randn(shape, device=device, requires_grad=True)
-    return x, torch.randn(shape, device=device)
+def make_inputs(shape: str, device: str) -> tuple[Tensor, Tensor]:
+    """Create an input such as `32x256x28x28` that requires a gradient, and the gradient of the output."""
+    x = torch.randn([*map(int, shape.split("x"))], device=device, requires_grad=True)
+    return x, torch.randn_like(x)
 
 
 @torch.no_grad()
-def dropped_fraction(name: str, function: Function, shape: Shape, draws: int = DRAWS, device: str = "cpu") -> float:
+def dropped_fraction(
+    name: str, function: Function, shape: Sequence[int], draws: int = DRAWS, device: str = "cpu"
+) -> float:
     """Measure the fraction of elements that a function drops."""
     if "shared" in name:
         # A shared mask has few blocks, so draw more often; one channel suffices.
@@ -102,13 +103,3 @@ def dropped_fraction(name: str, function: Function, shape: Shape, draws: int = D
     ones = torch.ones(shape, device=device)
     with kernel_of(name):
         return sum((function(ones) == 0).float().mean().item() for _ in range(draws)) / draws
-
-
-def format_shape(shape: Shape) -> str:
-    """Format as `32x256x28x28`."""
-    return "x".join(map(str, shape))
-
-
-def shape(text: str) -> Shape:
-    """Parse the output of `format_shape`."""
-    return tuple(map(int, text.split("x")))

@@ -41,12 +41,12 @@ SMALL = (
     (peers.DROPOUT2D, peers.TORCH_DROPOUT2D),
     (peers.DROP_PATH, peers.TIMM_DROP_PATH),
 )
-SMALL_SHAPES, SMALL_BLOCK = ((4, 16, 7, 7), (16, 8, 7, 7), (8, 64, 7, 7), (8, 64, 14, 14)), 3
+SMALL_SHAPES, SMALL_BLOCK = ("4x16x7x7", "16x8x7x7", "8x64x7x7", "8x64x14x14"), 3
 """From 3,000 elements; 1,000 to 100 million are in the growth part."""
 SIZES = (7, 13, 21)
 GROWTH_NAMES = (peers.LIMIT, peers.BATCH, peers.TORCHVISION, peers.TIMM, peers.TORCH_DROPOUT)
-MAP, SMALL_MAP, GROWTH_ROUNDS = (28, 28), (14, 14), 3
-"""The maps of the growth part, from 1e4 elements and below; the minimum number of rounds per size."""
+EDGE, SMALL_EDGE, GROWTH_ROUNDS = 28, 14, 3
+"""The edges of the maps in the growth part, from 1e4 elements and below; the minimum number of rounds per size."""
 MAX_SECONDS = 2.0
 """Implementations with a slower call are not run on larger tensors."""
 
@@ -54,31 +54,19 @@ MAX_SECONDS = 2.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
     parser = program.parser(__doc__, PARTS, rounds=25, out="runs/speed/results.json")
-    parser.add_argument("--shapes", type=peers.shape, nargs="+", help="shapes NxCxHxW (default: 3, or 5 on a GPU)")
+    parser.add_argument("--shapes", nargs="+", help="shapes NxCxHxW (default: 3, or 5 on a GPU)")
     parser.add_argument("--elements", type=float, help="size of the largest tensor in the growth part (default: 1e8)")
     options = parser.parse_args(argv)
     options.shapes = options.shapes or (peers.SHAPES if options.device == "cpu" else peers.GPU_SHAPES)
     options.elements = options.elements or (1e6 if options.quick else 1e8)
-    shapes = [peers.format_shape(shape) for shape in options.shapes]
-    return program.main(options, PARTS, p=peers.P, block_size=peers.BLOCK, dtype="float32", shapes=shapes)
+    return program.main(options, PARTS, p=peers.P, block_size=peers.BLOCK, dtype="float32")
 
 
-def compare(
-    title: str,
-    options: argparse.Namespace,
-    functions: Mapping[str, peers.Function],
-    pairs: Sequence[tuple[str, str]],
-    shapes: Iterable[peers.Shape],
-    **settings: Any,
-) -> dict[str, Any]:
-    """Compare functions at each shape, forward and backward on the same tensors."""
-
-    def cases() -> Iterator[Case]:
-        for shape in shapes:
-            x, grad = peers.make_inputs(shape, options.device)
-            yield peers.format_shape(shape), {name: peers.job(name, one, x, grad) for name, one in functions.items()}
-
-    return race(title, cases(), pairs, options, **settings)
+def cases(shapes: Iterable[str], functions: Mapping[str, peers.Function], device: str) -> Iterator[Case]:
+    """Yield the jobs at each shape, forward and backward on the same tensors."""
+    for shape in shapes:
+        x, grad = peers.make_inputs(shape, device)
+        yield shape, {name: peers.job(name, one, x, grad) for name, one in functions.items()}
 
 
 def every(options: argparse.Namespace) -> dict[str, Any]:
@@ -88,36 +76,33 @@ def every(options: argparse.Namespace) -> dict[str, Any]:
     pairs = [*PAIRS, *((over, under) for over, under in without)]
     pairs += [(name, peers.LIMIT) for name in functions if name != peers.LIMIT]
     title = f"Forward + backward, p = {peers.P}, block_size = {peers.BLOCK}, a mask per channel unless shared"
-    return compare(title, options, functions, pairs, options.shapes)
+    return race(title, cases(options.shapes, functions, options.device), pairs, options)
 
 
 def small(options: argparse.Namespace) -> dict[str, Any]:
     """Compare the regularizers with their peers on small tensors, where the calls of operations are the cost."""
     functions = peers.calls(block=SMALL_BLOCK)
     chosen = {name: functions[name] for pair in SMALL for name in pair}
-    return compare("Small tensors", options, chosen, SMALL, SMALL_SHAPES)
+    return race("Small tensors", cases(SMALL_SHAPES, chosen, options.device), SMALL, options)
 
 
 def blocks(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the cost of larger blocks relative to blocks of 7, at the last shape."""
     chosen = {f"{peers.BATCH}, blocks of {size}": peers.calls(block=size)[peers.BATCH] for size in SIZES}
     first, *others = chosen
-    return compare("Block sizes", options, chosen, [(name, first) for name in others], options.shapes[-1:])
+    pairs = [(name, first) for name in others]
+    return race("Block sizes", cases(options.shapes[-1:], chosen, options.device), pairs, options)
 
 
 def growth(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the cost by tensor size."""
+    """Measure the cost by tensor size: from 1e3 elements, about tripling; with 1e8, a job takes up to 6 GiB."""
     chosen = {name: peers.calls()[name] for name in GROWTH_NAMES}
     pairs = [(name, peers.LIMIT) for name in GROWTH_NAMES[1:]]
+    powers = [10 ** (half / 2) for half in range(6, 1 + math.floor(2 * math.log10(options.elements) + 1e-9))]
+    edges = {elements: SMALL_EDGE if elements < 1e4 else EDGE for elements in powers}
+    shapes = [f"4x{max(1, round(elements / 4 / edge**2))}x{edge}x{edge}" for elements, edge in edges.items()]
     settings = {"rounds": max(GROWTH_ROUNDS, options.rounds // 3), "most": MAX_SECONDS}
-    return compare("Tensor sizes", options, chosen, pairs, _growth_shapes(options.elements), **settings)
-
-
-def _growth_shapes(limit: float) -> list[peers.Shape]:
-    """Return shapes from 1e3 elements, about tripling, up to `limit`; with 1e8, a job takes up to 6 GiB."""
-    powers = [10 ** (half / 2) for half in range(6, 1 + math.floor(2 * math.log10(limit) + 1e-9))]
-    maps = [SMALL_MAP if elements < 1e4 else MAP for elements in powers]
-    return [(4, max(1, round(one / 4 / math.prod(sizes))), *sizes) for one, sizes in zip(powers, maps, strict=True)]
+    return race("Tensor sizes", cases(shapes, chosen, options.device), pairs, options, **settings)
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
@@ -131,10 +116,10 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     for name, one in peers.implementations(device=options.device).items():
         for shape in options.shapes:
             x, _ = peers.make_inputs(shape, options.device)
-            dropped = peers.dropped_fraction(name, one, shape, device=options.device)
+            dropped = peers.dropped_fraction(name, one, x.shape, device=options.device)
             numbers = {"bytes_per_element": saved_bytes(name, one, x) / x.numel(), "dropped": dropped}
-            found.setdefault(name, {})[peers.format_shape(shape)] = numbers
-            shown.setdefault(name, {})[peers.format_shape(shape)] = "{:.4f} {:.3f}".format(*numbers.values())
+            found.setdefault(name, {})[shape] = numbers
+            shown.setdefault(name, {})[shape] = "{:.4f} {:.3f}".format(*numbers.values())
     program.show("Bytes saved per element, and dropped fraction", shown)
     return found
 

@@ -136,7 +136,12 @@ def _torchvision_trials(name: str) -> Iterator[Trial]:
         clips = ((4, 32), (8, 32), (8, 64), (16, 64), (16, 112), (16, 224))
         yield from (Trial(name, (3, frames, side, side)) for frames, side in clips)
     elif ".detection." in module:
-        yield from _detector_trials(name)
+        # Random weights give low scores. Without a threshold there are always boxes to compare; eight are enough.
+        prefix = "box_" if "rcnn" in module else ""
+        few = {f"{prefix}score_thresh": 0.0, f"{prefix}detections_per_img": 8}
+        fixed = any(part in module for part in _FIXED_DETECTORS)
+        for side in (64,) if fixed else (64, 128, 224):
+            yield Trial(name, (3, side, side), few if fixed else {"min_size": side, "max_size": side, **few})
     elif ".optical_flow." in module:
         yield from (Trial(name, (3, side, side)) for side in (128, 256))
     else:
@@ -145,18 +150,6 @@ def _torchvision_trials(name: str) -> Iterator[Trial]:
         for side in (*SIDES[:12], 299):
             value = (side, side) if keyword == "input_size" else side
             yield Trial(name, (3, side, side), {keyword: value} if keyword and side != 224 else default)
-
-
-def _detector_trials(name: str) -> Iterator[Trial]:
-    # Random weights give low scores. Without a threshold there are always boxes to compare; eight are enough.
-    few: dict[str, Any] = {"score_thresh": 0.0, "detections_per_img": 8}
-    if any(part in family(name) for part in _FIXED_DETECTORS):
-        yield Trial(name, (3, 64, 64), few)
-        return
-    if "rcnn" in family(name):
-        few = {f"box_{key}": value for key, value in few.items()}
-    for side in (64, 128, 224):
-        yield Trial(name, (3, side, side), {"min_size": side, "max_size": side, **few})
 
 
 def _target(side: int, device: str) -> dict[str, Tensor]:
