@@ -15,7 +15,7 @@ import copy
 import gc
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -27,10 +27,9 @@ import torchvision
 from torch import Tensor, nn
 
 import hookdrop
-import peers
 import program
 from hookdrop import DropBlock, Dropout, LateSchedule, LinearSchedule
-from timing import measure, ratios, time_call, warn_if_busy
+from timing import measure, ratios, time_call
 
 MODELS = {"torchvision": torchvision.models.resnet50, "timm": partial(timm.create_model, "resnet50")}
 BLOCKS, INPUTS, QUICK_INPUTS = "layer?.*", ((1, 224), (8, 224), (1, 64)), ((1, 32),)
@@ -43,37 +42,37 @@ SITES_EVERY = 5
 """Placing thousands of hooks is slow, so it runs once in this many rounds."""
 NEVER, RESAMPLES = 10**8, 2000
 """A step that no measurement reaches; the number of bootstrap samples."""
-Job = Callable[[], object]
-Rows = dict[str, list[float]]
-"""The values of all rounds, by what they measure."""
 
 
-def interval(values: Sequence[float]) -> dict[str, Any]:
-    """Return the values, their median, and its 95 % bootstrap interval with a fixed seed."""
-    drawn = np.random.default_rng(0).choice(np.asarray(values), (RESAMPLES, len(values)))
-    low, high = (float(x) for x in np.quantile(np.median(drawn, axis=1), (0.025, 0.975)))
-    return {"low": low, "median": float(np.median(values)), "high": high, "values": values}
+def report(title: str, digits: int, rows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Print and return the median of each row, and its 95 % bootstrap interval with a fixed seed."""
+    found: dict[str, dict[str, Any]] = {}
+    for label, values in rows.items():
+        drawn = np.random.default_rng(0).choice(np.asarray(values), (RESAMPLES, len(values)))
+        low, high = (float(x) for x in np.quantile(np.median(drawn, axis=1), (0.025, 0.975)))
+        found[label] = {"low": low, "median": float(np.median(values)), "high": high, "values": values}
+    shown = {label: {key: f"{row[key]:.{digits}f}" for key in list(row)[:3]} for label, row in found.items()}
+    program.show(f"{title}, with the 95 % interval of the median", shown)
+    return {"title": title, "rows": found}
 
 
-def forward(options: argparse.Namespace) -> Rows:
+def forward(options: argparse.Namespace) -> dict[str, Any]:
     """Compare eval forwards with hookdrop, with empty hooks, of a copy without hooks, and of the original model."""
-    rows = {}
+    rows: dict[str, list[float]] = {}
     for library, make in MODELS.items():
         clean = make().eval().to(options.device)
-        models = {"clean": clean, "hooked": twin(clean), "empty hooks": twin(clean), "copy": twin(clean)}
-        drop = hookdrop.inject(models["hooked"], REGULARIZER, layers=BLOCKS)
-        for site in drop.sites:
+        models = {"clean": clean, **{name: twin(clean) for name in ("hooked", "empty hooks", "copy")}}
+        for site in hookdrop.inject(models["hooked"], REGULARIZER, layers=BLOCKS).sites:
             models["empty hooks"].get_submodule(site.name).register_forward_hook(empty)
         for count, edge in QUICK_INPUTS if options.quick else INPUTS:
             x = torch.randn(count, 3, edge, edge, device=options.device)
             for gradients in (False, True) if (count, edge) == INPUTS[-1] else (False,):
-                case = f"{library}, {peers.format_shape(tuple(x.shape))}{', with gradients' if gradients else ''}"
+                case = f"{library}, {count}x3x{edge}x{edge}{', with gradients' if gradients else ''}"
                 with torch.set_grad_enabled(gradients):
                     jobs = {name: partial(one, x) for name, one in models.items()}
-                    samples = measure(jobs, options.rounds, options.device)
-                warn_if_busy(samples, case)
+                    samples = measure(jobs, options.rounds, options.device, case)
                 rows |= {f"{case}: {over} / {under}": ratios(samples, over, under) for over, under in PAIRS}
-    return rows
+    return report("Eval forward of a resnet50 with a hook on each of its 16 blocks: ratios of times", 4, rows)
 
 
 def twin(model: nn.Module) -> nn.Module:
@@ -85,48 +84,42 @@ def empty(*_: Any) -> None:
     """An empty hook that is a function."""
 
 
-class Tiny(nn.Module):
-    """An identity with a weight; on a layer without weights, a hook counts its calls and may warn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x`."""
-        return x
+def tiny() -> nn.Module:
+    """Create an identity with a weight; on a layer without weights, a hook counts its calls and may warn."""
+    module = nn.Identity()
+    module.weight = nn.Parameter(torch.ones(()))
+    return module
 
 
-def call(options: argparse.Namespace) -> Rows:
+def call(options: argparse.Namespace) -> dict[str, Any]:
     """Measure what a hook adds to the call of a module that does nothing."""
-    x, others = torch.ones(1, 4, 8, 8), ("clean", "another module without a hook", "an empty function as hook")
-    cases: dict[str, nn.Module] = {name: Tiny() for name in others}
-    cases["an empty function as hook"].register_forward_hook(empty)
+    x = torch.ones(1, 4, 8, 8)
 
     def hooked(**arguments: Any) -> nn.Module:
-        module = Tiny()
+        module = tiny()
         hookdrop.inject(module, layers=module, **{"regularizer": REGULARIZER, **arguments})
         return module
 
-    off, zero, waiting = hooked(), hooked(regularizer=Dropout(p=0.0)), hooked(schedule=LateSchedule(NEVER))
+    cases = {
+        "clean": tiny(),
+        "another module without a hook": tiny(),
+        "an empty function as hook": tiny(),
+        "hookdrop, eval": hooked().eval(),
+        "hookdrop, training, disabled": (off := hooked()),
+        "hookdrop, training, rate 0": (zero := hooked(regularizer=Dropout(p=0.0))),
+        # These hooks also check whether the layer is being trained and the schedule advances, or read the RNG state,
+        # since a checkpoint may recompute a forward without gradients.
+        "hookdrop, training, a schedule waits": (waiting := hooked(schedule=LateSchedule(NEVER))),
+        "hookdrop, training without gradients": zero,
+    }
+    cases["an empty function as hook"].register_forward_hook(empty)
     next(iter(hookdrop.find(off))).enabled = False
     for module in (zero, waiting):
         module(x)  # The first call checks the shape, even at rate 0.
-    cases |= {
-        "hookdrop, eval": hooked().eval(),
-        "hookdrop, training, disabled": off,
-        "hookdrop, training, rate 0": zero,
-        # These hooks also check whether the layer is being trained and the schedule advances, or read the RNG state,
-        # since a checkpoint may recompute a forward without gradients.
-        "hookdrop, training, a schedule waits": waiting,
-        "hookdrop, training without gradients": zero,
-    }
-    gradients = {name for name in cases if "training, " in name}
-    jobs = {name: partial(_call, module, x, name in gradients) for name, module in cases.items()}
-    samples = measure(jobs, options.rounds)
-    warn_if_busy(samples, "calls")
-    added = {name: samples.seconds[name] - samples.seconds["clean"] for name in cases if name != "clean"}
-    return {name: [*(1e6 / CALLS * seconds.dropna())] for name, seconds in added.items()}
+    jobs = {name: partial(_call, module, x, "training, " in name) for name, module in cases.items()}
+    seconds = measure(jobs, options.rounds, where="calls").seconds
+    added = {name: 1e6 / CALLS * (seconds[name] - seconds["clean"]).dropna() for name in list(cases)[1:]}
+    return report("Time added to the call of a layer: microseconds", 2, {name: [*of] for name, of in added.items()})
 
 
 def _call(module: nn.Module, x: Tensor, gradients: bool) -> None:
@@ -135,10 +128,10 @@ def _call(module: nn.Module, x: Tensor, gradients: bool) -> None:
             module(x)
 
 
-def sites(options: argparse.Namespace) -> Rows:
+def sites(options: argparse.Namespace) -> dict[str, Any]:
     """Inject, step, find and remove at 1 to 10,000 sites with different rates."""
-    rows: Rows = {}
-    models = {count: nn.Sequential(*(Tiny() for _ in range(count))) for count in SITE_COUNTS}
+    rows: dict[str, list[float]] = {}
+    models = {count: nn.Sequential(*(tiny() for _ in range(count))) for count in SITE_COUNTS}
     for _ in range(max(1, options.rounds // SITES_EVERY)):
         for count, model in models.items():
             schedule = LinearSchedule(NEVER)
@@ -147,35 +140,18 @@ def sites(options: argparse.Namespace) -> Rows:
             drop = next(iter(hookdrop.find(model)))
             drop.step()  # the first one is different
             gc.collect()  # a full collection would take longer than the step
-            for job in (drop.step, partial(hookdrop.find, model), drop.remove):
-                seconds[getattr(job, "__name__", "find")] = time_call(job, 1, "cpu")[0]
+            for name, job in {"step": drop.step, "find": partial(hookdrop.find, model), "remove": drop.remove}.items():
+                seconds[name] = time_call(job, 1, "cpu")[0]
             for name, time in seconds.items():
                 rows.setdefault(f"{name}, {count:,} sites", []).append(1e6 / count * time)
     for name in seconds:  # the exponent of the number of sites in the time: 1 is linear
         most, least = (rows[f"{name}, {count} sites"] for count in ("10,000", "100"))
         slopes = [1 + math.log10(above / below) / 2 for above, below in zip(most, least, strict=True)]
         rows[f"slope of {name}, 100 to 10,000 sites"] = slopes
-    return rows
+    return report("1 to 10,000 sites: microseconds per site, and the exponent of their number", 3, rows)
 
 
-ROWS: dict[str, tuple[str, int, Callable[[argparse.Namespace], Rows]]] = {
-    "forward": ("Eval forward of a resnet50 with a hook on each of its 16 blocks: ratios of times", 4, forward),
-    "call": ("Time added to the call of a layer: microseconds", 2, call),
-    "sites": ("1 to 10,000 sites: microseconds per site, and the exponent of their number", 3, sites),
-}
-"""By name: the title, the number of decimals, and the function that measures."""
-
-
-def _part(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print a table, and return the numbers."""
-    title, digits, measured = ROWS[name]
-    rows = {label: interval(values) for label, values in measured(options).items()}
-    shown = {label: {key: f"{row[key]:.{digits}f}" for key in ("low", "median", "high")} for label, row in rows.items()}
-    program.show(f"{title}, with the 95 % interval of the median", shown)
-    return {"title": title, "rows": rows}
-
-
-PARTS = {name: partial(_part, name) for name in ROWS}
+PARTS: dict[str, program.Part] = {"forward": forward, "call": call, "sites": sites}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

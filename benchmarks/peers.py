@@ -5,9 +5,8 @@ All get the same p and block size. Not all of them drop the fraction p; `dropped
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -21,8 +20,8 @@ from hookdrop.kernels import native as kernel
 
 P, BLOCK = 0.1, 7
 DRAWS, SHARED_DRAWS = 20, 50
-SHAPES = ((32, 256, 28, 28), (32, 1024, 14, 14), (16, 256, 56, 56))
-GPU_SHAPES = (*SHAPES, (32, 2048, 7, 7), (16, 64, 112, 112))
+SHAPES = ("32x256x28x28", "32x1024x14x14", "16x256x56x56")
+GPU_SHAPES = (*SHAPES, "32x2048x7x7", "16x64x112x112")
 
 LIMIT = "x * c"
 BATCH, SAMPLE, EXPECTED = "hookdrop batch", "hookdrop sample", "hookdrop expected"
@@ -33,34 +32,10 @@ DROP_PATH, TIMM_DROP_PATH = "hookdrop drop_path", "timm drop_path"
 NO_KERNEL = ", no kernel"
 
 BLOCKS = (BATCH, SAMPLE, EXPECTED, SHARED)
-_COMPILED = (*BLOCKS, DROPOUT)
-Shape = tuple[int, ...]
+Function = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """A function from tensor to tensor that runs with or without hookdrop's compiled kernel."""
-
-    name: str
-    call: Callable[[Tensor], Tensor]
-    no_kernel: bool = False
-
-    def context(self) -> AbstractContextManager[None]:
-        """Return the context manager for forward and backward."""
-        return without_kernel() if self.no_kernel else nullcontext()
-
-    def job(self, x: Tensor, grad: Tensor) -> Callable[[], None]:
-        """Create a job that runs forward and backward, and frees its own memory within its turn."""
-
-        def run() -> None:
-            with self.context():
-                torch.autograd.backward(self.call(x), grad)
-            x.grad = None
-
-        return run
-
-
-def calls(p: float = P, block: int = BLOCK) -> dict[str, Callable[[Tensor], Tensor]]:
+def calls(p: float = P, block: int = BLOCK) -> dict[str, Function]:
     """Return the functions of hookdrop, of other libraries and of PyTorch, by name."""
     drop_block = partial(functional.drop_block, p=p, block_size=block)
     return {
@@ -81,47 +56,50 @@ def calls(p: float = P, block: int = BLOCK) -> dict[str, Callable[[Tensor], Tens
     }
 
 
-def implementations(p: float = P, block: int = BLOCK, device: str = "cpu") -> dict[str, Implementation]:
-    """Return all implementations by name, including variants without the compiled kernel if it is available."""
-    found = {name: Implementation(name, call) for name, call in calls(p, block).items()}
+def implementations(p: float = P, block: int = BLOCK, device: str = "cpu") -> dict[str, Function]:
+    """Return all functions by name; those that use the compiled kernel, if it is available, also without it."""
+    found = calls(p, block)
     if device == "cpu" and kernel.available():
-        without = {name + NO_KERNEL: found[name].call for name in _COMPILED}
-        found |= {name: Implementation(name, call, no_kernel=True) for name, call in without.items()}
+        found |= {name + NO_KERNEL: found[name] for name in (*BLOCKS, DROPOUT)}
     return found
 
 
 @contextmanager
-def without_kernel() -> Iterator[None]:
-    """Disable the compiled kernel, so that hookdrop uses PyTorch operations only."""
-    library, kernel._library = kernel._library, None
+def kernel_of(name: str) -> Iterator[None]:
+    """Disable the compiled kernel if the name says so: hookdrop then uses PyTorch operations only."""
+    library = kernel._library
+    kernel._library = None if name.endswith(NO_KERNEL) else library
     try:
         yield
     finally:
         kernel._library = library
 
 
-def make_inputs(shape: Shape, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Create an input that requires a gradient, and the gradient of the output."""
-    x = torch.randn(shape, device=device, requires_grad=True)
-    return x, torch.randn(shape, device=device)
+def job(name: str, function: Function, x: Tensor, grad: Tensor) -> Callable[[], None]:
+    """Create a job that runs forward and backward, and frees its own memory within its turn."""
+
+    def run() -> None:
+        with kernel_of(name):
+            torch.autograd.backward(function(x), grad)
+        x.grad = None
+
+    return run
+
+
+def make_inputs(shape: str, device: str) -> tuple[Tensor, Tensor]:
+    """Create an input such as `32x256x28x28` that requires a gradient, and the gradient of the output."""
+    x = torch.randn([*map(int, shape.split("x"))], device=device, requires_grad=True)
+    return x, torch.randn_like(x)
 
 
 @torch.no_grad()
-def dropped_fraction(implementation: Implementation, shape: Shape, draws: int = DRAWS, device: str = "cpu") -> float:
-    """Measure the fraction of elements that an implementation drops."""
-    if "shared" in implementation.name:
+def dropped_fraction(
+    name: str, function: Function, shape: Sequence[int], draws: int = DRAWS, device: str = "cpu"
+) -> float:
+    """Measure the fraction of elements that a function drops."""
+    if "shared" in name:
         # A shared mask has few blocks, so draw more often; one channel suffices.
         shape, draws = (shape[0], 1, *shape[2:]), SHARED_DRAWS * draws
     ones = torch.ones(shape, device=device)
-    with implementation.context():
-        return sum((implementation.call(ones) == 0).float().mean().item() for _ in range(draws)) / draws
-
-
-def format_shape(shape: Shape) -> str:
-    """Format as `32x256x28x28`."""
-    return "x".join(map(str, shape))
-
-
-def shape(text: str) -> Shape:
-    """Parse the output of `format_shape`."""
-    return tuple(map(int, text.split("x")))
+    with kernel_of(name):
+        return sum((function(ones) == 0).float().mean().item() for _ in range(draws)) / draws

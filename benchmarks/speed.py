@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,12 +41,12 @@ SMALL = (
     (peers.DROPOUT2D, peers.TORCH_DROPOUT2D),
     (peers.DROP_PATH, peers.TIMM_DROP_PATH),
 )
-SMALL_SHAPES, SMALL_BLOCK = ((4, 16, 7, 7), (16, 8, 7, 7), (8, 64, 7, 7), (8, 64, 14, 14)), 3
+SMALL_SHAPES, SMALL_BLOCK = ("4x16x7x7", "16x8x7x7", "8x64x7x7", "8x64x14x14"), 3
 """From 3,000 elements; 1,000 to 100 million are in the growth part."""
 SIZES = (7, 13, 21)
 GROWTH_NAMES = (peers.LIMIT, peers.BATCH, peers.TORCHVISION, peers.TIMM, peers.TORCH_DROPOUT)
-MAP, SMALL_MAP, GROWTH_ROUNDS = (28, 28), (14, 14), 3
-"""The maps of the growth part, from 1e4 elements and below; the minimum number of rounds per size."""
+EDGE, SMALL_EDGE, GROWTH_ROUNDS = 28, 14, 3
+"""The edges of the maps in the growth part, from 1e4 elements and below; the minimum number of rounds per size."""
 MAX_SECONDS = 2.0
 """Implementations with a slower call are not run on larger tensors."""
 
@@ -54,68 +54,55 @@ MAX_SECONDS = 2.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and report."""
     parser = program.parser(__doc__, PARTS, rounds=25, out="runs/speed/results.json")
-    parser.add_argument("--shapes", type=peers.shape, nargs="+", help="shapes NxCxHxW (default: 3, or 5 on a GPU)")
+    parser.add_argument("--shapes", nargs="+", help="shapes NxCxHxW (default: 3, or 5 on a GPU)")
     parser.add_argument("--elements", type=float, help="size of the largest tensor in the growth part (default: 1e8)")
     options = parser.parse_args(argv)
     options.shapes = options.shapes or (peers.SHAPES if options.device == "cpu" else peers.GPU_SHAPES)
     options.elements = options.elements or (1e6 if options.quick else 1e8)
-    shapes = [peers.format_shape(shape) for shape in options.shapes]
-    return program.main(options, PARTS, p=peers.P, block_size=peers.BLOCK, dtype="float32", shapes=shapes)
+    return program.main(options, PARTS, p=peers.P, block_size=peers.BLOCK, dtype="float32")
 
 
-def cases(
-    shapes: Iterable[peers.Shape], implementations: Mapping[str, peers.Implementation], device: str
-) -> Iterable[Case]:
+def cases(shapes: Iterable[str], functions: Mapping[str, peers.Function], device: str) -> Iterator[Case]:
     """Yield the jobs at each shape, forward and backward on the same tensors."""
     for shape in shapes:
         x, grad = peers.make_inputs(shape, device)
-        yield peers.format_shape(shape), {name: one.job(x, grad) for name, one in implementations.items()}
+        yield shape, {name: peers.job(name, one, x, grad) for name, one in functions.items()}
 
 
-def compare(options: argparse.Namespace) -> dict[str, Any]:
+def every(options: argparse.Namespace) -> dict[str, Any]:
     """Compare all implementations at each shape."""
-    implementations = peers.implementations(device=options.device)
-    pairs = [*PAIRS, *(_without_kernel(*pair) for pair in PAIRS)]
-    pairs += [(name, peers.LIMIT) for name in implementations if name != peers.LIMIT]
+    functions = peers.implementations(device=options.device)
+    without = [[name + peers.NO_KERNEL if name.startswith("hookdrop") else name for name in pair] for pair in PAIRS]
+    pairs = [*PAIRS, *((over, under) for over, under in without)]
+    pairs += [(name, peers.LIMIT) for name in functions if name != peers.LIMIT]
     title = f"Forward + backward, p = {peers.P}, block_size = {peers.BLOCK}, a mask per channel unless shared"
-    return race(title, cases(options.shapes, implementations, options.device), pairs, options)
-
-
-def _without_kernel(over: str, under: str) -> tuple[str, str]:
-    over, under = (name + peers.NO_KERNEL if name.startswith("hookdrop") else name for name in (over, under))
-    return over, under
+    return race(title, cases(options.shapes, functions, options.device), pairs, options)
 
 
 def small(options: argparse.Namespace) -> dict[str, Any]:
     """Compare the regularizers with their peers on small tensors, where the calls of operations are the cost."""
-    implementations = peers.implementations(block=SMALL_BLOCK, device=options.device)
-    chosen = {name: implementations[name] for pair in SMALL for name in pair}
+    functions = peers.calls(block=SMALL_BLOCK)
+    chosen = {name: functions[name] for pair in SMALL for name in pair}
     return race("Small tensors", cases(SMALL_SHAPES, chosen, options.device), SMALL, options)
 
 
 def blocks(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the cost of larger blocks relative to blocks of 7, at the last shape."""
-    names = {size: f"{peers.BATCH}, blocks of {size}" for size in SIZES}
-    chosen = {names[size]: peers.implementations(block=size, device=options.device)[peers.BATCH] for size in SIZES}
-    pairs = [(names[size], names[SIZES[0]]) for size in SIZES[1:]]
+    chosen = {f"{peers.BATCH}, blocks of {size}": peers.calls(block=size)[peers.BATCH] for size in SIZES}
+    first, *others = chosen
+    pairs = [(name, first) for name in others]
     return race("Block sizes", cases(options.shapes[-1:], chosen, options.device), pairs, options)
 
 
 def growth(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the cost by tensor size."""
-    implementations = peers.implementations(device=options.device)
-    chosen = {name: implementations[name] for name in GROWTH_NAMES}
-    sizes = cases(_growth_shapes(options.elements), chosen, options.device)
-    settings = {"rounds": max(GROWTH_ROUNDS, options.rounds // 3), "most": MAX_SECONDS}
+    """Measure the cost by tensor size: from 1e3 elements, about tripling; with 1e8, a job takes up to 6 GiB."""
+    chosen = {name: peers.calls()[name] for name in GROWTH_NAMES}
     pairs = [(name, peers.LIMIT) for name in GROWTH_NAMES[1:]]
-    return race("Tensor sizes", sizes, pairs, options, **settings)
-
-
-def _growth_shapes(limit: float) -> list[peers.Shape]:
-    """Return shapes from 1e3 elements, about tripling, up to `limit`; with 1e8, a job takes up to 6 GiB."""
-    powers = [10 ** (half / 2) for half in range(6, 1 + math.floor(2 * math.log10(limit) + 1e-9))]
-    maps = [SMALL_MAP if elements < 1e4 else MAP for elements in powers]
-    return [(4, max(1, round(one / 4 / math.prod(sizes))), *sizes) for one, sizes in zip(powers, maps, strict=True)]
+    powers = [10 ** (half / 2) for half in range(6, 1 + math.floor(2 * math.log10(options.elements) + 1e-9))]
+    edges = {elements: SMALL_EDGE if elements < 1e4 else EDGE for elements in powers}
+    shapes = [f"4x{max(1, round(elements / 4 / edge**2))}x{edge}x{edge}" for elements, edge in edges.items()]
+    settings = {"rounds": max(GROWTH_ROUNDS, options.rounds // 3), "most": MAX_SECONDS}
+    return race("Tensor sizes", cases(shapes, chosen, options.device), pairs, options, **settings)
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
@@ -125,35 +112,27 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     batch size. The input does not count, since the previous layer keeps it in any case.
     """
     found: dict[str, dict[str, Any]] = {}
+    shown: dict[str, dict[str, object]] = {}
     for name, one in peers.implementations(device=options.device).items():
         for shape in options.shapes:
             x, _ = peers.make_inputs(shape, options.device)
-            dropped = peers.dropped_fraction(one, shape, device=options.device)
-            numbers = {"bytes_per_element": saved_bytes(one, x) / x.numel(), "dropped": dropped}
-            found.setdefault(name, {})[peers.format_shape(shape)] = numbers
-    shown = {
-        name: {shape: f"{one['bytes_per_element']:.4f} {one['dropped']:.3f}" for shape, one in of.items()}
-        for name, of in found.items()
-    }
+            dropped = peers.dropped_fraction(name, one, x.shape, device=options.device)
+            numbers = {"bytes_per_element": saved_bytes(name, one, x) / x.numel(), "dropped": dropped}
+            found.setdefault(name, {})[shape] = numbers
+            shown.setdefault(name, {})[shape] = "{:.4f} {:.3f}".format(*numbers.values())
     program.show("Bytes saved per element, and dropped fraction", shown)
     return found
 
 
-def saved_bytes(implementation: peers.Implementation, x: Tensor) -> int:
+def saved_bytes(name: str, function: peers.Function, x: Tensor) -> int:
     """Return the bytes that a forward saves for backward, excluding `x`."""
-    with implementation.context():
-        storages = saved_storages(lambda: implementation.call(x))
+    with peers.kernel_of(name):
+        storages = saved_storages(lambda: function(x))
     storages.pop(x.untyped_storage().data_ptr(), None)
     return sum(storages.values())
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "main": compare,
-    "small": small,
-    "blocks": blocks,
-    "growth": growth,
-    "memory": memory,
-}
+PARTS: dict[str, program.Part] = {"main": every, "small": small, "blocks": blocks, "growth": growth, "memory": memory}
 
 
 if __name__ == "__main__":

@@ -114,19 +114,16 @@ def run(names: Sequence[str], check: Check, options: argparse.Namespace) -> Iter
         waiting = {pool.schedule(_checked, (check, name, options), timeout=options.timeout): name for name in names}
         try:
             for future in as_completed(waiting):
-                yield _result(future, waiting[future], options.timeout)
+                name, error = waiting[future], future.exception()
+                if isinstance(error, TimeoutError):
+                    yield {"name": name, "status": "not run", "error": f"not finished after {options.timeout} s"}
+                elif isinstance(error, ProcessExpired):
+                    reason = f"the process ended with exit status {error.exitcode}"
+                    yield {"name": name, "status": "crashed", "error": reason}
+                else:
+                    yield future.result()
         finally:
             pool.stop()
-
-
-def _result(future: Any, name: str, timeout: int) -> Record:
-    try:
-        found: Record = future.result()
-    except TimeoutError:
-        return {"name": name, "status": "not run", "error": f"not finished after {timeout} s"}
-    except ProcessExpired as error:
-        return {"name": name, "status": "crashed", "error": f"the process ended with exit status {error.exitcode}"}
-    return found
 
 
 def _prepare(memory: float) -> None:
@@ -181,8 +178,8 @@ def collect(path: Path, sweep: Sweep, names: Sequence[str]) -> dict[str, Any]:
 
 def totals(found: Sequence[Record]) -> dict[str, int]:
     """Count the models of each status."""
-    counts = Counter(record["status"] for record in found)
-    return {status: counts[status] for status in STATUSES}
+    statuses = [record["status"] for record in found]
+    return {status: statuses.count(status) for status in STATUSES}
 
 
 def coverage(counts: dict[str, int]) -> tuple[int, int]:
@@ -217,9 +214,7 @@ def summary(results: dict[str, Any]) -> str:
 def markdown(sweep: Sweep, results: dict[str, Any]) -> str:
     """Format the page: sweep.md.j2 with what the records have in common."""
     found = results["models"]
-    sites: Counter[str] = Counter()
-    for record in found:
-        sites.update(record["sites"] if isinstance(record.get("sites"), dict) else {})
+    sites = sum((Counter(one["sites"]) for one in found if isinstance(one.get("sites"), dict)), Counter[str]())
     trained = [one for one in found if "dropped" in one]
     elements = sum(one["elements"] for one in trained)
     shown, families = _families([one for one in found if "family" in one])
@@ -235,10 +230,8 @@ def markdown(sweep: Sweep, results: dict[str, Any]) -> str:
         trained=len(trained),
         elements=elements,
         not_finite=sum(record.get("finite") is False for record in found),
-        statuses=[(status, count, STATUSES[status]) for status, count in totals(found).items() if count],
-        lists=[(status, [one for one in found if one["status"] == status]) for status in STATUSES],
-        reasons=lambda of: [(one["name"], one.get("error", "")) for one in of],
-        table=_table,
+        statuses=STATUSES,
+        models=found,
         shown=shown,
         families=families,
     )
@@ -254,8 +247,3 @@ def _families(found: Sequence[Record]) -> tuple[list[str], list[list[object]]]:
     shown = ["models", *(status for status in STATUSES if status in counts)]
     families = sorted(counts.index, key=lambda family: ("." in family, family))
     return shown, [[one, *counts.loc[one, shown]] for one in families]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

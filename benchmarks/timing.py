@@ -54,11 +54,12 @@ class Quartiles(NamedTuple):
         return f"{median} [{low}, {high}]"
 
 
-def measure(jobs: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu") -> pd.DataFrame:
+def measure(
+    jobs: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu", where: str = ""
+) -> pd.DataFrame:
     """Run all jobs in random order in every round (slow jobs in every third), after `WARM_UPS` warm-up calls.
 
-    Returns:
-        `COUNTS` of each turn; the index is the job and the round.
+    Returns `COUNTS` of each turn by job and round. With `where`, prints a warning if the machine is busy.
     """
     turns, shuffler = dict[tuple[str, int], tuple[float, float, float]](), random.Random(0)
     estimates = {name: min(time_call(job, 1, device)[0] for _ in range(WARM_UPS)) for name, job in jobs.items()}
@@ -69,7 +70,10 @@ def measure(jobs: Mapping[str, Callable[[], object]], rounds: int, device: str =
             repeats = min(MAX_REPEATS, max(1, round(MIN_SECONDS / estimates[name])))
             turns[name, turn] = time_call(jobs[name], repeats, device)
         gc.collect()
-    return pd.DataFrame.from_dict(turns, orient="index", columns=COUNTS).set_index(pd.MultiIndex.from_tuples(turns))
+    samples = pd.DataFrame.from_dict(turns, orient="index", columns=COUNTS)
+    if where:
+        warn_if_busy(samples, where)
+    return samples.set_index(pd.MultiIndex.from_tuples(turns))
 
 
 def time_call(job: Callable[[], object], repeats: int, device: str) -> tuple[float, float, float]:
@@ -100,8 +104,7 @@ def race(
     slow: set[str] = set()
     for case, jobs in cases:
         chosen = {name: job for name, job in jobs.items() if name not in slow}
-        samples = measure(chosen, settings.get("rounds", options.rounds), options.device)
-        warn_if_busy(samples, case)
+        samples = measure(chosen, settings.get("rounds", options.rounds), options.device, case)
         slow |= {name for name in chosen if samples.loc[name].seconds.max() > settings.get("most", math.inf)}
         of_pairs = {" / ".join(pair): ratios(samples, *pair) for pair in pairs if {*pair} <= {*chosen}}
         quartiles = {pair: Quartiles.of(values)._asdict() for pair, values in of_pairs.items()}

@@ -3,6 +3,8 @@
 * `resnet`, `compiled`: hookdrop's DropBlock and torchvision's follow every convolution of the last two stages of a
   ResNet-50, or `--layers`; in eager mode and under `torch.compile`.
 * `vit`: ViTs that compute less, because patches are removed, or branches run on a subset of the batch.
+* `methods`: small models with each method; also the memory, which is what is saved for backward. These steps do not
+  update the weights. docs/methods/index.md has the results.
 
 Times are divided by those of the model without dropping in the same round; see timing.py.
 """
@@ -13,35 +15,55 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 import torchvision
+import yaml
 from torch import Tensor, nn
 
 import hookdrop
 import peers
 import program
-from hookdrop import inject
-from hookdrop.recipes import patch_dropout, stochastic_depth
-from timing import Case, race
+from hookdrop.utils.tensor_tree import first_tensor
+from timing import Case, race, saved_storages
 
 CLEAN = "no dropping"
-LAYERS = ("layer3.*.conv*", "layer4.*.conv*")
 VITS = ("vit_tiny_patch16_224", "vit_small_patch16_224")
-RESNETS = (CLEAN, "hookdrop", "torchvision")
-VARIANTS: dict[str, tuple[dict[str, float], Callable[[nn.Module], object]]] = {
-    CLEAN: ({}, lambda model: None),
-    "patch_dropout 50 %": ({}, lambda model: inject(model, patch_dropout(p=0.5))),
-    "timm patch_drop_rate=0.5": ({"patch_drop_rate": 0.5}, lambda model: None),
-    "patch_dropout 75 %": ({}, lambda model: inject(model, patch_dropout(p=0.75))),
-    "timm patch_drop_rate=0.75": ({"patch_drop_rate": 0.75}, lambda model: None),
-    "DropPath 40 %, subset": ({}, lambda model: inject(model, stochastic_depth(p=0.4, mode="subset"), p_scale="equal")),
-    "DropPath 40 %, row": ({}, lambda model: inject(model, stochastic_depth(p=0.4), p_scale="equal")),
+LAYERS = ("layer3.*.conv*", "layer4.*.conv*")
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
+
+def llama() -> nn.Module:
+    """Build a LLaMA of 2 layers. Only this model needs transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: Any = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=1000, use_cache=False, **sizes))
+
+
+MODELS: dict[str, tuple[Callable[..., nn.Module], Tensor]] = {
+    "ViT-Tiny of 4 blocks, 16 images of 64 pixels": (
+        partial(timm.create_model, "vit_tiny_patch16_224", img_size=64, depth=4),
+        torch.randn(16, 3, 64, 64),
+    ),
+    "ResNet-10, 8 images of 128 pixels": (
+        partial(timm.create_model, "resnet10t", num_classes=10),
+        torch.randn(8, 3, 128, 128),
+    ),
+    "DeepLabV3 with MobileNetV3, 4 images of 64 pixels": (
+        partial(torchvision.models.get_model, "deeplabv3_mobilenet_v3_large", weights=None, weights_backbone=None),
+        torch.randn(4, 3, 64, 64),
+    ),
+    "LSTM of 128 units, 16 sequences of 32 steps": (
+        lambda: nn.Sequential(nn.Embedding(1000, 128), nn.LSTM(128, 128, 2, batch_first=True)),
+        torch.randint(1000, (16, 32)),
+    ),
+    "LLaMA of 2 layers, 8 sequences of 64 tokens": (llama, torch.randint(1000, (8, 64))),
 }
-"""The arguments of `timm.create_model`, and what is injected."""
-Step = Callable[[], None]
+"""Of the part `methods`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,60 +72,79 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resnet", default="resnet50", help="a ResNet of torchvision (default: resnet50)")
     parser.add_argument("--layers", nargs="+", default=LAYERS, help=f"its sites (default: {' '.join(LAYERS)})")
     parser.add_argument("--vits", nargs="+", default=VITS, help=f"ViTs of timm (default: {' '.join(VITS)})")
-    parser.add_argument("--only", nargs="+", default=(*RESNETS, *VARIANTS), help="variants to time (default: all)")
-    parser.add_argument("--batch", type=int, default=32, help="images (default: 32)")
-    parser.add_argument("--pixels", type=int, default=224, help="size of an image for the ResNet (default: 224)")
+    parser.add_argument("--only", nargs="+", default=(), help="variants to time (default: all)")
+    parser.add_argument("--batch", type=int, default=32, help="images, except of the methods (default: 32)")
+    parser.add_argument("--pixels", type=int, default=224, help="size of an image (default: 224)")
     return program.main(parser.parse_args(argv), PARTS)
+
+
+def cases(part: str, options: argparse.Namespace) -> Iterator[Case]:
+    """Yield the steps of each model of a part, by variant."""
+    models: Any = MODELS
+    if part != "methods":
+        images = torch.randn(options.batch, 3, options.pixels, options.pixels)
+        make = timm.create_model if part == "vit" else partial(torchvision.models.get_model, weights=None)
+        models = {name: (partial(make, name), images) for name in (options.vits if part == "vit" else [options.resnet])}
+    for title, (build, data) in models.items():
+        variants = VARIANTS[title if part == "methods" else part]
+        chosen = {name: one for name, one in variants.items() if not options.only or name in options.only}
+        if chosen:
+            steps = {CLEAN: step(part, build(), data, options)}
+            for name, variant in chosen.items():
+                settings = dict(variant)
+                steps[name] = step(part, build(**settings.pop("build", {})), data, options, **settings)
+            yield title, steps
 
 
 def compare(part: str, options: argparse.Namespace) -> dict[str, Any]:
     """Time the variants of each model of a part."""
-    variants = [name for name in (VARIANTS if part == "vit" else RESNETS) if name in (CLEAN, *options.only)]
-
-    def cases() -> Iterator[Case]:
-        for name in options.vits if part == "vit" else [options.resnet]:
-            made = partial(_vit_step, name) if part == "vit" else partial(_resnet_step, part)
-            yield name, {variant: made(variant, options) for variant in variants}
-
-    pairs = [(variant, CLEAN) for variant in variants if variant != CLEAN]
-    return race(f"A training step, {part}", cases(), pairs, options)
+    pairs = [(name, CLEAN) for name in VARIANTS[part]]
+    return race(f"A training step, {part}", cases(part, options), pairs, options)
 
 
-def _resnet_step(part: str, name: str, options: argparse.Namespace) -> Step:
-    model = torchvision.models.get_model(options.resnet, weights=None).to(options.device)
-    images = torch.randn(options.batch, 3, options.pixels, options.pixels, device=options.device)
-    if name == "hookdrop":
-        inject(model, hookdrop.DropBlock(peers.P, peers.BLOCK), layers=options.layers)
-    elif name == "torchvision":
-        drop = torchvision.ops.DropBlock2d(peers.P, peers.BLOCK)
-        for site in hookdrop.plan(model, hookdrop.DropBlock(), layers=options.layers).sites:
-            site.module.register_forward_hook(lambda layer, args, output: drop(output))
-    return _step(model, torch.compile(model) if part == "compiled" else model, images, options)
+def methods(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure time and memory with each method, divided by those without."""
+    costs = {}
+    for title, steps in cases("methods", options):
+        saved = {name: sum(saved_storages(job).values()) for name, job in steps.items()}
+        pairs = [(name, CLEAN) for name in steps if name != CLEAN]
+        (found,) = race(title, [(title, steps)], pairs, options).values()
+        for name, _ in pairs:
+            time = found["ratios"][f"{name} / {CLEAN}"]["median"]
+            costs[name] = {"model": title, "time": time, "memory": saved[name] / saved[CLEAN]}
+    return costs
 
 
-def _vit_step(architecture: str, name: str, options: argparse.Namespace) -> Step:
-    arguments, place = VARIANTS[name]
-    model = timm.create_model(architecture, **arguments).to(options.device).train()
-    place(model)
-    size = model.patch_embed.img_size[0]
-    return _step(model, model, torch.randn(options.batch, 3, size, size, device=options.device), options)
-
-
-def _step(model: nn.Module, forward: Any, images: Tensor, options: argparse.Namespace) -> Step:
+def step(
+    part: str, model: nn.Module, data: Tensor, options: argparse.Namespace, regularizer: str = "", **settings: Any
+) -> Callable[[], None]:
     """Create a job that performs one training step."""
-    labels = torch.randint(1000, (len(images),), device=options.device)
+    model, data = model.to(options.device).train(), data.to(options.device)
+    if part in ("resnet", "compiled"):
+        settings["layers"] = options.layers
+    if regularizer == "torchvision":  # with a plain hook
+        drop = torchvision.ops.DropBlock2d(peers.P, peers.BLOCK)
+        for site in hookdrop.plan(model, hookdrop.DropBlock(), **settings).sites:
+            site.module.register_forward_hook(lambda layer, args, output: drop(output))
+    elif regularizer:
+        hookdrop.inject(model, hookdrop.parse(regularizer), example_input=data, **settings)
+    forward = torch.compile(model) if part == "compiled" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
-    def step() -> None:
-        loss = nn.functional.cross_entropy(forward(images), labels)
+    def run() -> None:
+        loss = first_tensor(forward(data)).square().mean()
+        if "Penalty" in regularizer:
+            loss = loss + hookdrop.find(model).penalty()
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        if part != "methods":
+            optimizer.step()
 
-    return step
+    return run
 
 
 PARTS: dict[str, program.Part] = {part: partial(compare, part) for part in ("resnet", "compiled", "vit")}
+PARTS["methods"] = methods
 
 
 if __name__ == "__main__":

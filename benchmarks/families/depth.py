@@ -45,8 +45,6 @@ class Call:
 
 
 Calls = dict[str, Call]
-
-
 Problems = dict[str, str]
 """By the name of the layer."""
 
@@ -92,8 +90,7 @@ def check_sites(
         # Blocks outside of the layers are those of a convolutional backbone, in which a ReLU follows the addition.
         prefixes = tuple(f"{name}." for name, _ in layers)
         tested = {name: ends for name, ends in known.items() if f"{name}.".startswith(prefixes) and name not in inner}
-        problems |= _check_additions(model, runs, tested, dict.fromkeys(sites, 0.0), plain)
-    return problems
+        return problems | _check_additions(model, runs, tested, sites, plain)
 
 
 def _check_layer(name: str, layer: nn.Module, plain: Calls, zeroed: Mapping[str, bool], problems: Problems) -> None:
@@ -143,32 +140,24 @@ def _varies(x: Tensor) -> bool:
     return bool((rows != rows[:1]).any())
 
 
+@torch.no_grad()
 def _check_additions(
-    model: nn.Module,
-    runs: Sequence[Run],
-    blocks: Mapping[str, Sequence[str]],
-    zeros: Mapping[str, float],
-    called: Calls,
-) -> dict[str, str]:
+    model: nn.Module, runs: Sequence[Run], blocks: Mapping[str, Sequence[str]], sites: Sequence[str], called: Calls
+) -> Problems:
     """Return the problems of sites that a norm or another nonlinear function follows, one of each kind."""
     pairs = [(name, end) for name, ends in blocks.items() for end in ends if {name, end} <= set(called)]
     kinds = {name: type(model.get_submodule(name)).__name__ for name, _ in pairs}
-    problems: dict[str, str] = {}
+    problems: Problems = {}
     for name, end in {(kinds[name], end.removeprefix(name)): (name, end) for name, end in pairs}.values():
-        terms = [_additions_after(model, runs, end, {**zeros, end: factor}) for factor in (0.0, 1.0, 2.0)]
+        terms = []
+        for factor in (0.0, 1.0, 2.0):  # of the first call
+            factors, found = {**dict.fromkeys(sites, 0.0), end: factor}, _Additions()
+            with _scaled(model, factors, first=end), model.get_submodule(end).register_forward_hook(found.start), found:
+                _run_all(runs)
+            terms.append(found.terms)
         if not _is_linear(_first_difference(terms)):
             problems[name] = f"{end} is not the last layer before the addition in {kinds[name]}"
     return problems
-
-
-def _additions_after(
-    model: nn.Module, runs: Sequence[Run], end: str, factors: Mapping[str, float]
-) -> list[list[Tensor]]:
-    """Return the terms of the additions after the first call of a module; its later calls are multiplied by 0."""
-    found, site = _Additions(), model.get_submodule(end)
-    with _scaled(model, factors, first=end), site.register_forward_hook(found.start), found, torch.no_grad():
-        _run_all(runs)
-    return found.terms
 
 
 def _run_all(runs: Sequence[Run]) -> None:

@@ -63,15 +63,13 @@ def stacks(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Layers]]:
 
 def is_layer(module: nn.Module) -> bool:
     """Whether a module has weights and one part that mixes tokens, by class name; an attention alone is no layer."""
-    parts = [type(part).__name__ for part in module.modules() if part is not module]
-    return any(_MIXERS.search(part) for part in parts) and any(p.dim() > 1 for p in module.parameters())
+    return bool(attentions(module)) and any(p.dim() > 1 for p in module.parameters())
 
 
 def attentions(model: nn.Module) -> set[str]:
     """Return the class names of the modules that mix tokens."""
-    return {
-        type(part).__name__ for part in model.modules() if part is not model and _MIXERS.search(type(part).__name__)
-    }
+    classes = {type(part).__name__ for part in model.modules() if part is not model}
+    return {name for name in classes if _MIXERS.search(name)}
 
 
 def find_runs(model: PreTrainedModel) -> tuple[list[Run], list[str], str]:

@@ -17,8 +17,8 @@ import hookdrop
 from families.layers import Run, float_tensors
 from hookdrop import InjectionError, LayerError
 from hookdrop.recipes import set_dropout
-from models.check import NotRunnable, first_line, require
-from models.footprint import bit_equal, differences, fingerprint, footprint
+from models.check import NotRunnable, first_line, require, require_equal
+from models.footprint import bit_equal, fingerprint, footprint
 
 Record = dict[str, Any]
 RATE = 0.3
@@ -69,7 +69,7 @@ def _check_run(model: nn.Module, run: Run) -> Counter[str]:
             samples = _samples(run)
         with own.sampling(p=ALMOST_0):
             at_zero = _outputs(run, 0)
-        _require_equal(injected, model, "sampling")
+        require_equal(injected, model, "sampling")
         require(bit_equal(at_zero, base), "with all rates at 0, a sample differs from eval mode")
         require(bit_equal(_outputs(run, 0), base), "after sampling, the output differs in eval mode")
         with own.recording(last=0) as record, own.sampling():
@@ -83,7 +83,7 @@ def _check_run(model: nn.Module, run: Run) -> Counter[str]:
         require([(site.name, site.p) for site in own.sites] == rates, "sampling changed a rate")
     finally:
         own.remove()
-    _require_equal(before, model, "remove")
+    require_equal(before, model, "remove")
     require(fingerprint(model) == weights, "sampling changed a parameter or buffer")
     return Counter("modules" if name in _drop_modules(run.module) else "functional" for name, _ in rates)
 
@@ -102,19 +102,10 @@ def _samples(run: Run) -> list[list[Tensor]]:
 
 def _drop_modules(model: nn.Module) -> set[str]:
     """Return the names of the modules without modules or parameters inside."""
-    return {
-        name
-        for name, one in model.named_modules()
-        if not any(one.children()) and not any(True for _ in one.parameters())
-    }
+    return {name for name, one in model.named_modules() if not [*one.children(), *one.parameters()]}
 
 
 @torch.no_grad()
 def _outputs(run: Run, seed: int) -> list[Tensor]:
     torch.manual_seed(seed)
     return float_tensors(run())
-
-
-def _require_equal(before: dict[str, Any], model: nn.Module, verb: str) -> None:
-    changed = differences(before, footprint(model))
-    require(not changed, f"{verb} changed {', '.join(changed)}")

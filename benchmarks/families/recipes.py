@@ -61,7 +61,7 @@ def _inject(behavior: Behavior, recipe: Recipe, runs: Sequence[Run]) -> tuple[Pl
     for run in runs:
         settings: dict[str, Any] = {"p_scale": "equal", "example_input": run.inputs}
         try:
-            plan = behavior.plan(run.module, recipe, **settings)
+            plan = behavior.read(hookdrop.plan, run.module, recipe, **settings)
         except (LayerError, InjectionError) as error:
             refused.append(" ".join(str(error).partition("No hook was placed")[0].split()))
             continue

@@ -161,6 +161,7 @@ def check_layers(run: Run, plan: hookdrop.Plan) -> None:
         require(torch.equal(call.after, inputs[name]), f"without {name}, its input does not come out")
 
 
+@torch.no_grad()
 def check_patches(run: Run, plan: hookdrop.Plan) -> None:
     """Check that the model computes the same from half of the patches in another order."""
     site = plan.sites[0]
@@ -169,15 +170,13 @@ def check_patches(run: Run, plan: hookdrop.Plan) -> None:
     tokens: list[int] = []
 
     def with_patches(order: Callable[[int], Tensor]) -> list[Tensor]:
-        def keep(module: nn.Module, args: Any, output: Any) -> Any:
-            def change(x: Tensor) -> Tensor:
-                tokens.append(x.shape[1])
-                return torch.cat([x[:, : drop.prefix], x[:, drop.prefix + order(x.shape[1] - drop.prefix)]], 1)
-
-            return with_first(output, change)
+        def keep(x: Tensor) -> Tensor:
+            tokens.append(x.shape[1])
+            return torch.cat([x[:, : drop.prefix], x[:, drop.prefix + order(x.shape[1] - drop.prefix)]], 1)
 
         torch.manual_seed(0)
-        return float_tensors(_run_with(keep, site.name, run))
+        with site.module.register_forward_hook(lambda module, args, output: with_first(output, keep)):
+            return float_tensors(run())
 
     plain = with_patches(lambda count: torch.arange(0, count, 2))
     turned = with_patches(lambda count: torch.arange(0, count, 2).flip(0))
@@ -190,12 +189,6 @@ def check_patches(run: Run, plan: hookdrop.Plan) -> None:
 
 
 @torch.no_grad()
-def _run_with(hook: Any, name: str, run: Run) -> Any:
-    """Run with a forward hook at a layer, and return the output."""
-    with run.module.get_submodule(name).register_forward_hook(hook):
-        return run()
-
-
 def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
     """Check that the site returns one vector for each token id, whatever its position."""
     require(len(plan.sites) == 1, "more than one embedding")
@@ -206,7 +199,8 @@ def check_tokens(run: Run, plan: hookdrop.Plan) -> None:
     def save(module: nn.Module, args: Any, output: Any) -> None:
         seen.append((tensors(args)[0], tensors(output)[0].clone()))  # BLIP adds positions in place
 
-    _run_with(save, site.name, run)
+    with site.module.register_forward_hook(save):
+        run()
     require(bool(seen), f"{site.name} does not run")
     ids, vectors = seen[0][0], seen[0][1].flatten(0, -2)
     require(not ids.is_floating_point() and ids.numel() % len(vectors) == 0, f"{site.name} does not look up tokens")

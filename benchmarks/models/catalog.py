@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +50,12 @@ class Trial:
     def build(self, device: str = "cpu") -> nn.Module:
         """Build the model with random weights."""
         torch.manual_seed(0)
+        library, _, model = self.name.partition(":")
         with torch.device(device):
-            return _build(self.name, self.keywords)
+            if library == "timm":
+                return timm.create_model(model, pretrained=False, **self.keywords)
+            weights = {"weights", "weights_backbone"} & _parameters_of(self.name)
+            return _builder(self.name)(**dict.fromkeys(weights), **self.keywords)  # None: random weights
 
     def example(self, device: str = "cpu") -> Example:
         """Create a batch of `BATCH` samples."""
@@ -112,14 +117,14 @@ def accepted(trial: Trial, skeleton: nn.Module) -> bool:
 
 def _timm_trials(name: str, skeleton: nn.Module) -> Iterator[Trial]:
     own = tuple(getattr(skeleton, "pretrained_cfg", {}).get("input_size") or (3, 224, 224))
-    accepts_size = accepts(name, img_size=own[-1])
+    accepts_size = False
+    with suppress(Exception):  # builders raise different errors for unknown keywords
+        Trial(name, own, {"img_size": own[-1]}).build("meta")
+        accepts_size = True
     for side in sorted({*SIDES, own[-1]}):
-        shape = (own[0], side, side)
-        if side == own[-1]:
-            yield Trial(name, own)
-            continue
+        shape = own if side == own[-1] else (own[0], side, side)
         yield Trial(name, shape)
-        if accepts_size:
+        if accepts_size and side != own[-1]:
             yield Trial(name, shape, {"img_size": side})
         if side > own[-1]:
             return
@@ -131,7 +136,12 @@ def _torchvision_trials(name: str) -> Iterator[Trial]:
         clips = ((4, 32), (8, 32), (8, 64), (16, 64), (16, 112), (16, 224))
         yield from (Trial(name, (3, frames, side, side)) for frames, side in clips)
     elif ".detection." in module:
-        yield from _detector_trials(name)
+        # Random weights give low scores. Without a threshold there are always boxes to compare; eight are enough.
+        prefix = "box_" if "rcnn" in module else ""
+        few = {f"{prefix}score_thresh": 0.0, f"{prefix}detections_per_img": 8}
+        fixed = any(part in module for part in _FIXED_DETECTORS)
+        for side in (64,) if fixed else (64, 128, 224):
+            yield Trial(name, (3, side, side), few if fixed else {"min_size": side, "max_size": side, **few})
     elif ".optical_flow." in module:
         yield from (Trial(name, (3, side, side)) for side in (128, 256))
     else:
@@ -140,18 +150,6 @@ def _torchvision_trials(name: str) -> Iterator[Trial]:
         for side in (*SIDES[:12], 299):
             value = (side, side) if keyword == "input_size" else side
             yield Trial(name, (3, side, side), {keyword: value} if keyword and side != 224 else default)
-
-
-def _detector_trials(name: str) -> Iterator[Trial]:
-    # Random weights give low scores. Without a threshold there are always boxes to compare; eight are enough.
-    few: dict[str, Any] = {"score_thresh": 0.0, "detections_per_img": 8}
-    if any(part in family(name) for part in _FIXED_DETECTORS):
-        yield Trial(name, (3, 64, 64), few)
-        return
-    if "rcnn" in family(name):
-        few = {f"box_{key}": value for key, value in few.items()}
-    for side in (64, 128, 224):
-        yield Trial(name, (3, side, side), {"min_size": side, "max_size": side, **few})
 
 
 def _target(side: int, device: str) -> dict[str, Tensor]:
@@ -165,24 +163,6 @@ def _target(side: int, device: str) -> dict[str, Tensor]:
         "masks": mask,
         "keypoints": torch.tensor([[[side / 2, side / 2, 1.0]] * 17], device=device),
     }
-
-
-def accepts(name: str, **keywords: Any) -> bool:
-    """Return whether the builder accepts these keywords."""
-    try:
-        with torch.device("meta"):
-            _build(name, keywords)
-    except Exception:  # builders raise different errors for unknown keywords
-        return False
-    return True
-
-
-def _build(name: str, keywords: dict[str, Any]) -> nn.Module:
-    if name.startswith("timm:"):
-        return timm.create_model(name.removeprefix("timm:"), pretrained=False, **keywords)
-
-    weights = {"weights", "weights_backbone"} & _parameters_of(name)
-    return _builder(name)(**dict.fromkeys(weights), **keywords)  # None: random weights
 
 
 def _parameters_of(name: str) -> set[str]:

@@ -40,6 +40,12 @@ def require(condition: object, message: str) -> None:
         raise CheckFailed(message)
 
 
+def require_equal(before: dict[str, Any], model: nn.Module, verb: str, *except_for: str) -> None:
+    """Raise `CheckFailed` unless the model has this footprint, except for some parts."""
+    changed = [part for part in differences(before, footprint(model)) if part not in except_for]
+    require(not changed, f"{verb} changed {', '.join(changed)}")
+
+
 class Injected(NamedTuple):
     """The plan of an injection, what a training step dropped, and the problems that `check` found."""
 
@@ -87,25 +93,16 @@ class Behavior:
         if strict and not self.finite:
             raise NotRunnable("without hooks: the output is not finite")
 
-    def plan(self, part: nn.Module, regularizer: Any, **settings: Any) -> hookdrop.Plan:
-        """Plan in the model or a part of it, and check that this changes nothing."""
+    def read(self, verb: Callable[..., Any], part: nn.Module, *given: Any, **settings: Any) -> Any:
+        """Call `plan` or `layers` for the model or a part of it, and check that this changes nothing."""
         state = torch.get_rng_state()
-        plan = hookdrop.plan(part, regularizer, **settings)
-        str(plan)
-        self._require_unchanged("plan", state)
-        return plan
-
-    def layers(self, example: Any) -> list[Any]:
-        """List all layers, and check that this changes nothing."""
-        state = torch.get_rng_state()
-        layers = hookdrop.layers(self.model, example)
-        str(layers)
-        self._require_unchanged("layers", state)
-        return layers
+        str(found := verb(part, *given, **settings))
+        self._require_unchanged(verb.__name__, state)
+        return found
 
     def inject(self, part: nn.Module, regularizer: Any, **settings: Any) -> Injected:
         """Plan, inject, evaluate, run one training step, and remove."""
-        checksums, plan = fingerprint(self.model), self.plan(part, regularizer, **settings)
+        checksums, plan = fingerprint(self.model), self.read(hookdrop.plan, part, regularizer, **settings)
         state = torch.get_rng_state()
         drop = hookdrop.inject(part, regularizer, **settings)
         self._require_unchanged("inject", state, "hooks")
@@ -134,9 +131,7 @@ class Behavior:
         return Injected(plan, totals, problems)
 
     def _require_unchanged(self, verb: str, rng_state: Tensor | None = None, *except_for: str) -> None:
-        after = footprint(self.model)
-        changed = [part for part in differences(self._before, after) if part not in except_for]
-        require(not changed, f"{verb} changed {', '.join(changed)}")
+        require_equal(self._before, self.model, verb, *except_for)
         same = rng_state is None or torch.equal(rng_state, torch.get_rng_state())
         require(same, f"{verb} changed the RNG state")
 
@@ -184,7 +179,7 @@ class Check:
         record: dict[str, Any] = {"status": "passed"}
         chosen: Any = self.recipe
         if chosen is None:
-            every = behavior.layers(self.example.eval)
+            every = behavior.read(hookdrop.layers, self.model, self.example.eval)
             record["modules"], chosen = len(every), choose_regularizers(self.model, every)
             listed = {(layer.name, layer.shape, layer.calls) for layer in every}
         found = behavior.inject(self.model, chosen, example_input=self.example.eval)

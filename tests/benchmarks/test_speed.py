@@ -77,9 +77,9 @@ def test_training_steps_have_a_ratio_for_each_variant(tmp_path: Path, capsys: py
     small = ["--resnet", "resnet18", "--vits", VIT, "--batch", "2", "--rounds", "1", "--threads", "1"]
     assert train_step.main([*small, "--part", "resnet", "vit", "--json", str(tmp_path / "step.json")]) == 0
     found = json.loads((tmp_path / "step.json").read_text())
-    assert list(found["resnet"]["resnet18"]["times"]) == list(train_step.RESNETS)
-    assert list(found["vit"][VIT]["times"]) == list(train_step.VARIANTS)
-    assert len(found["vit"][VIT]["ratios"]) == len(train_step.VARIANTS) - 1
+    for part, model in (("resnet", "resnet18"), ("vit", VIT)):
+        assert list(found[part][model]["times"]) == [train_step.CLEAN, *train_step.VARIANTS[part]]
+        assert len(found[part][model]["ratios"]) == len(train_step.VARIANTS[part])
     assert "patch_drop_rate" in capsys.readouterr().out
 
 
@@ -87,23 +87,23 @@ class TestMemory:
     @pytest.mark.parametrize(("name", "bytes_each"), [(peers.LIMIT, 0), (peers.TIMM, 4), (peers.DROPOUT, 1)])
     def test_saved_bytes_of_known_functions(self, name: str, bytes_each: int) -> None:
         x = torch.randn(8, 16, 28, 28, requires_grad=True)
-        assert saved_bytes(peers.implementations()[name], x) / x.numel() == pytest.approx(bytes_each, abs=1e-3)
+        assert saved_bytes(name, peers.implementations()[name], x) / x.numel() == pytest.approx(bytes_each, abs=1e-3)
 
     def test_drop_block_saves_at_most_a_twentieth_of_a_byte_per_element(self) -> None:
         x = torch.randn(8, 64, 28, 28, requires_grad=True)
         for name, one in peers.implementations().items():
             if name.removesuffix(peers.NO_KERNEL) in peers.BLOCKS:
-                assert saved_bytes(one, x) / x.numel() <= 0.05, name
+                assert saved_bytes(name, one, x) / x.numel() <= 0.05, name
 
 
 def test_hookdrop_drops_p_in_output_and_gradient() -> None:
     for name, one in peers.implementations().items():
         if not name.startswith("hookdrop") or name == peers.DROP_PATH:  # few numbers: its fraction varies
             continue
-        assert peers.dropped_fraction(one, (16, 32, 28, 28), 2) == pytest.approx(peers.P, abs=0.025), name
+        assert peers.dropped_fraction(name, one, (16, 32, 28, 28), 2) == pytest.approx(peers.P, abs=0.025), name
         x = torch.ones(4, 8, 28, 28, requires_grad=True)
-        with one.context():
-            (y := one.call(x)).sum().backward()
+        with peers.kernel_of(name):
+            (y := one(x)).sum().backward()
         torch.testing.assert_close(x.grad, y.detach(), msg=name)
 
 
@@ -140,10 +140,10 @@ def test_every_part_is_printed_and_written(tmp_path: Path, capsys: pytest.Captur
     for part in (
         results["machine"]["cpu"],
         "the numbers are not reliable",
-        *(title for title, _, _ in overhead.ROWS.values()),
+        *(results[part]["title"] for part in overhead.PARTS),
     ):
         assert part in text
-    for label, row in (pair for part in overhead.ROWS for pair in results[part]["rows"].items()):
+    for label, row in (pair for part in overhead.PARTS for pair in results[part]["rows"].items()):
         assert label in text
         assert row["low"] <= row["median"] <= row["high"]
 
@@ -159,7 +159,7 @@ def test_twins_share_parameters_and_differ_only_in_hooks() -> None:
 
 
 def test_a_slower_hook_increases_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure_calls(jobs: Mapping[str, Callable[[], object]], rounds: int) -> pd.DataFrame:
+    def measure_calls(jobs: Mapping[str, Callable[[], object]], rounds: int, where: str) -> pd.DataFrame:
         """Calls of hookdrop as microseconds, in place of times."""
         for job in jobs.values():
             job()
@@ -169,14 +169,14 @@ def test_a_slower_hook_increases_the_measured_cost(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(overhead, "measure", measure_calls)
     monkeypatch.setattr(overhead, "CALLS", 7)
     options, call = argparse.Namespace(rounds=1), SiteHook.__call__
-    before = overhead.call(options)
+    before = overhead.call(options)["rows"]
 
     def slow(hook: SiteHook, *given: Any) -> object:
         number(1.0, "p", "test")  # a call of the package
         return call(hook, *given)
 
     monkeypatch.setattr(SiteHook, "__call__", slow)
-    after = overhead.call(options)
-    assert before["another module without a hook"] == before["an empty function as hook"] == [0.0]
-    for name, values in before.items():
-        assert (after[name][0] > values[0]) == name.startswith("hookdrop"), name
+    after = overhead.call(options)["rows"]
+    assert before["another module without a hook"]["values"] == before["an empty function as hook"]["values"] == [0.0]
+    for name, row in before.items():
+        assert (after[name]["median"] > row["median"]) == name.startswith("hookdrop"), name
