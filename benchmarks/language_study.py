@@ -18,10 +18,10 @@ from joblib import Parallel, delayed
 
 from comparison.engines.store import replace_file
 from language import corpus, report
-from language.arms import ARMS, CONTROLS, DECAYS, DECAYS_OF_NONE, NONE, Arm
+from language.arms import ARMS, CONFIG, MODELS, NONE, Arm
 from language.training import Run, execute
 
-SEEDS = range(12)
+SEEDS = range(CONFIG["seeds"])
 TUNING_SEED, OTHER_SEEDS = 1_000_000, 2_000_000
 Tuned = Mapping[tuple[str, str], tuple[float, float]]
 """By model and arm: the factor of the rates and the weight decay."""
@@ -52,8 +52,8 @@ class Study:
         """Train each point of each arm's grid with one seed, and choose the lowest validation loss."""
         grids: dict[tuple[str, str], list[Run]] = {}
         for arm in ARMS:
-            none = itertools.product([0.0], DECAYS_OF_NONE[arm.family])
-            points = none if arm.name == NONE else itertools.product(arm.values, DECAYS[arm.family])
+            values, decays = (arm.values, "weight_decay") if arm.name != NONE else ([0.0], "weight_decay_none")
+            points = itertools.product(values, MODELS[arm.family][decays])
             if found := [self._run(arm, *point, TUNING_SEED) for point in points]:
                 grids[arm.family, arm.name] = found
         records = self._train([run for grid in grids.values() for run in grid])
@@ -69,7 +69,7 @@ class Study:
             runs[arm.family, arm.name, seed] = self._run(arm, value, decay, seed)
             if arm.name == NONE:
                 runs[arm.family, report.OTHER, seed] = self._run(arm, value, decay, seed + OTHER_SEEDS)
-            if arm.name == CONTROLS[arm.family]:
+            if arm.name == MODELS[arm.family]["control"]:
                 runs[arm.family, report.ZERO, seed] = self._run(arm, 0.0, tuned[arm.family, NONE][1], seed)
         records = self._train([*runs.values()])
         return {key: records[run.key] for key, run in runs.items()}

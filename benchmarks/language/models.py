@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from language.arms import MODELS
 from language.corpus import VOCABULARY
 
 WIDTH = 128
@@ -67,16 +68,7 @@ class Decoder(nn.Module):
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        size: Any = {
-            "hidden_size": WIDTH,
-            "intermediate_size": 2 * WIDTH,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-        }
-        config = LlamaConfig(
-            vocab_size=VOCABULARY, num_hidden_layers=4, **size, tie_word_embeddings=True, use_cache=False
-        )
-        self.llama = LlamaForCausalLM(config)
+        self.llama = LlamaForCausalLM(LlamaConfig(**MODELS["decoder"]["config"]))
 
     def forward(self, x_BT: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """The logits of the next tokens; there is no state."""

@@ -18,14 +18,12 @@ from torch.nn.utils import clip_grad_norm_
 import hookdrop
 from comparison.run.record import environment
 from comparison.spec.run_spec import generator, seed_of
-from language.arms import ARMS, Arm
+from language.arms import ARMS, MODELS, Arm
 from language.corpus import Corpus
 from language.models import build
 from models.footprint import digest
 
 BATCH, LENGTH = 20, 35
-EPOCHS = {"lstm": 40, "decoder": 12}
-LEARNING_RATES = {"lstm": 0.006, "decoder": 0.0015}
 EVERY = 2  # epochs between two measurements of the validation loss
 CLIP = 0.5
 
@@ -53,12 +51,12 @@ def execute(run: Run, text: Corpus) -> dict[str, Any]:
     arm = next(arm for arm in ARMS if (arm.name, arm.model) == (run.arm, run.model))
     order = torch.randperm(len(text.tokens["train"]), generator=generator(run.seed, "order")).tolist()
     stream = torch.cat([text.tokens["train"][i] for i in order])
-    epochs, rate = EPOCHS[arm.family], LEARNING_RATES[arm.family]
+    epochs, rate = MODELS[arm.family]["epochs"], MODELS[arm.family]["lr"]
     torch.manual_seed(seed_of(run.seed, "weights"))
     model = build(run.model, run.value)
     weights = digest(model.state_dict().values())
     steps = epochs * len(_windows(stream))
-    drop = _inject(arm, run.value, model, steps)
+    drop = inject(arm, run.value, model, steps)
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=run.weight_decay)
     decay = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
     if arm.ramp:
@@ -117,7 +115,8 @@ def _windows(stream_N: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(rows_BN[:, a:b], rows_BN[:, a + 1 : b + 1]) for a, b in pairwise(ends)]
 
 
-def _inject(arm: Arm, value: float, model: nn.Module, steps: int) -> hookdrop.Injection:
+def inject(arm: Arm, value: float, model: nn.Module, steps: int) -> hookdrop.Injection:
+    """Place the injections of an arm, and return a handle on all."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'head.weight' shares a regularized weight", hookdrop.HookdropWarning)
         for spec in arm.specs(value):

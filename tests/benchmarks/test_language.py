@@ -10,8 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("transformers")
 import language_study
 from language import arms, corpus, report, training
+from language.models import build
+
+
+@pytest.mark.parametrize("arm", arms.ARMS, ids=lambda arm: f"{arm.model}: {arm.name}")
+def test_every_arm_can_be_injected(arm: arms.Arm) -> None:
+    value = (*arm.values, 0.4)[0]
+    model = build(arm.model, value)
+    sites = training.inject(arm, value, model, steps=10).sites
+    assert {site.name for site in sites} or not arm.injections
+    assert model(torch.zeros(2, 5, dtype=torch.long))[0].shape == (2, 5, corpus.VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +72,20 @@ def test_score_is_the_loss_of_each_token_by_paragraph(text: corpus.Corpus) -> No
 def test_the_study_trains_reports_and_resumes(
     text: corpus.Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two arms and their controls, with one epoch; the p = 0 control is bit-identical."""
-    chosen = [arm for arm in arms.ARMS if arm.family == "lstm" and arm.name in (arms.NONE, "LockedDropout", "AR + TAR")]
-    monkeypatch.setattr(language_study, "ARMS", [replace(arm, values=arm.values[:1]) for arm in chosen])
-    monkeypatch.setattr(language_study, "DECAYS", {"lstm": (0.1,)})
-    monkeypatch.setattr(language_study, "DECAYS_OF_NONE", {"lstm": (0.1,)})
+    """Of some arms and the controls, with two epochs; the p = 0 controls are bit-identical."""
+    names = (arms.NONE, "LockedDropout", "AR + TAR", "residual_dropout")
+    chosen = [replace(arm, values=arm.values[:1]) for arm in arms.ARMS if arm.name in names]
+    monkeypatch.setattr(language_study, "ARMS", chosen)
+    for name, settings in arms.MODELS.items():
+        quick = {"epochs": 2, "weight_decay": [0.1], "weight_decay_none": [0.1]}
+        monkeypatch.setitem(arms.MODELS, name, settings | quick)
     monkeypatch.setattr(language_study, "SEEDS", range(2))
-    monkeypatch.setattr(training, "EPOCHS", {"lstm": 2})
     study = language_study.Study(text, tmp_path, workers=1)
     tuned = study.tune()
     records = study.final(tuned)
     assert report.write(records, tuned, tmp_path) == 0
     page = (tmp_path / "report.html").read_text()
-    assert "bit-identical to none in 2 of 2 seeds" in page
+    assert page.count("bit-identical to none in 2 of 2 seeds") == 2
     assert not {"http://", "https://", "<script"} & {
         part for part in ("http://", "https://", "<script") if part in page
     }
