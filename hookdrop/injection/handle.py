@@ -596,9 +596,11 @@ class Injection:
 
     def _detach(self) -> None:
         """Remove the hooks without emitting warnings; a handle on part of a model removes only that part's."""
-        remove_sinks(self._model(), self._sinks)
+        model, sinks = self._model(), self._sinks
+        gone = {id(sink) for sink in sinks}
+        # First the states, so that another thread that compares the model with them does not miss the hooks.
         for state in self._live:
-            remaining = [sink for sink in state.live.members if sink.placed]
+            remaining = [sink for sink in state.live.members if sink.placed and id(sink) not in gone]
             sites = {sink.site for sink in remaining}
             state.sites = tuple(site for site in state.sites if site in sites)
             if remaining:  # the removed targets no longer count
@@ -607,6 +609,7 @@ class Injection:
                 state.unfollow()
                 state.removed, state.live.loss_terms = True, None
                 progress.unwatch(state)
+        remove_sinks(model, sinks)
 
     def _check_not_removed(self, what: str) -> None:
         for state in self._states:

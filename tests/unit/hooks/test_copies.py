@@ -214,7 +214,8 @@ class TestThreads:
                 assert find(twin).step_count <= drop.step_count
                 find(twin).remove()
 
-        in_threads(train, others)
+        with fast_switches():
+            in_threads(train, others)
         assert (drop.step_count, drop.p) == (200, 0.5)
         assert drop.check() == []
 
