@@ -103,7 +103,6 @@ def test_invalid_arguments_raise_and_change_nothing(model: Small, case: str) -> 
         inject(model, settings.pop("regularizer"), **settings)
     if case != "None as regularizer":
         assert str(caught.value).endswith(UNCHANGED)
-        assert str(caught.value).count(UNCHANGED) == 1
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert [m.training for m in model.modules()] == flags
     assert torch.equal(torch.get_rng_state(), rng)
@@ -280,10 +279,9 @@ def test_plan_shows_how_axes_are_interpreted(model: Small, images: torch.Tensor,
     assert {site.reading for site in plan(model, code, layers="layer1.*", example_input=images).sites} == {reading}
 
 
-@pytest.mark.parametrize(
-    ("code", "shape", "reading"),
-    [("Dropout1d(p=0.1)", (2, 3, 4), "C=3 L=4"), ("Dropout3d(p=0.1)", (2, 3, 4, 5, 6), "C=3 D=4 H=5 W=6")],
-)
-def test_plan_names_the_axes_of_sequences_and_volumes(code: str, shape: tuple[int, ...], reading: str) -> None:
-    model = nn.Sequential(nn.Identity())
-    assert plan(model, code, layers="0", example_input=torch.ones(shape)).sites[0].reading == reading
+@pytest.mark.parametrize(("shape", "reading"), [((2, 3, 4), "C=3 L=4"), ((2, 3, 4, 5, 6), "C=3 D=4 H=5 W=6")])
+def test_plan_names_the_axes_of_sequences_and_volumes(shape: tuple[int, ...], reading: str) -> None:
+    drafted = plan(
+        nn.Sequential(nn.Identity()), DropBlock(0.1, 2, channel_dim=1), layers="0", example_input=torch.ones(shape)
+    )
+    assert drafted.sites[0].reading == reading

@@ -182,7 +182,7 @@ class TestFigures:
 
     def test_missing_matplotlib_error_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(HookdropError, match="pip install"):
+        with pytest.raises(HookdropError, match="^matplotlib is not installed"):
             plot_schedule(ConstantSchedule(), 5)
 
 
@@ -214,7 +214,7 @@ def test_columns_and_rows(shape: tuple[int, ...], activation: str | None, panels
     images = [axes for axes in figure.axes if axes not in bars]
     assert len(images) == panels
     figure.savefig(io.BytesIO())
-    assert figure.get_figheight() < 20
+    assert figure.get_figheight() < 10
     if len(shape) == 2:  # the first line of a picture is the most uncertain row
         uncertainty = found.variance.sqrt() if found.mutual_information is None else found.mutual_information
         first = uncertainty.reshape(len(found.mean), -1).mean(1).argmax()
@@ -405,7 +405,7 @@ class TestErrors:
 
     def test_missing_library(self, model: Small, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pytorch_grad_cam", None)
-        with pytest.raises(HookdropError, match="pip install"):
+        with pytest.raises(HookdropError, match="^pytorch_grad_cam is not installed"):
             grad_cam(model, images, "layer2")
         assert model.training
 
