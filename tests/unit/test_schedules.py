@@ -73,6 +73,7 @@ def test_ramps_start_and_end_exactly(steps: int, start: float, end: float, delay
 def test_curves_match_their_formulas() -> None:
     """Curriculum dropout: keep = (1 - k) exp(-g t) + k with g = 10 / T, Morerio et al. equation 2; it never exceeds the target."""
     keep, total = 0.5, 1000
+    assert ConstantSchedule().simulate(2) == [1.0, 1.0]
     assert LinearSchedule(total).simulate(total + 1) == pytest.approx([t / total for t in range(total + 1)])
     assert CosineSchedule(total).simulate(total + 1) == pytest.approx(
         [(1 - math.cos(math.pi * t / total)) / 2 for t in range(total + 1)]
@@ -94,6 +95,7 @@ def test_schedules_are_pure_picklable_and_comparable(schedule: Schedule) -> None
     again = pickle.loads(pickle.dumps(schedule))
     assert again == schedule
     assert again.simulate(20) == schedule.simulate(20)
+    assert isinstance(schedule, LambdaSchedule) or eval(repr(schedule)) == schedule
     with pytest.raises(AttributeError):
         schedule.steps = 3
 

@@ -148,9 +148,13 @@ class TestBackbone:
         assert not names[0] & names[1]
 
     def test_model_with_sites_only_in_the_backbone_raises(self) -> None:
-        halves = [nn.Sequential(nn.Conv2d(n, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()) for n in (3, 4, 4)]
-        with pytest.raises(LayerError, match="outside a backbone"):
-            inject(nn.Sequential(nn.Sequential(*halves), nn.Conv2d(4, 2, 1)), dropblock_unet())
+        """Also if it returns all of its maps."""
+        a, b, c = (nn.Sequential(nn.Conv2d(n, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()) for n in (3, 4, 4))
+        encoder = toy(lambda m, x: [y := m.a(x), z := m.b(y), m.c(z)], a=a, b=b, c=c)
+        returns_all = toy(lambda m, x: m.head(m.encoder(x)[-1]), encoder=encoder, head=nn.Conv2d(4, 2, 1))
+        for model in (nn.Sequential(nn.Sequential(a, b, c), nn.Conv2d(4, 2, 1)), returns_all):
+            with pytest.raises(LayerError, match="outside a backbone"):
+                inject(model, dropblock_unet(), example_input=torch.zeros(2, 3, 64, 64))
 
 
 def test_traced_model_keeps_its_sites() -> None:

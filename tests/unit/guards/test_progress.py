@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hookdrop import (
+    ClipActivationGrad,
     DropBlock,
     Dropout,
     Dropout2d,
@@ -138,6 +139,12 @@ class TestSchedules:
         with pytest.warns(HookdropWarning, match=r"LinearSchedule\(steps=3\) ended long ago.*step 300"):
             optimizer.step()
         update(model, optimizer, 100)
+
+    def test_schedule_with_too_many_steps_for_epochs_does_not_warn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(progress, "MOST_EPOCHS", 2)
+        model, drop, optimizer = training(3, "1")
+        drop.follow(optimizer)
+        update(model, optimizer, 301)
 
     def test_schedule_that_advances_at_every_batch_warns(self) -> None:
         """With accumulated gradients, it would end early. Two steps for one update are no coincidence after 20."""
@@ -350,8 +357,10 @@ X = torch.randn(2, 14, 14, 24)
 class TestShapes:
     def test_first_forward_checks_shapes_even_at_rate_0(self) -> None:
         model, tokens = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 196, 8)
-        inject(model, DropBlock(0.1, 7), layers="1", schedule=LinearSchedule(100))
+        drop = inject(model, DropBlock(0.1, 7), layers="1", schedule=LinearSchedule(100))
         model.eval()(tokens)
+        with pytest.raises(ShapeError, match="DropBlock at '1' got"):
+            drop.probe(tokens)
         with pytest.raises(ShapeError, match="DropBlock at '1' got"):
             model.train()(tokens)
 
@@ -389,7 +398,10 @@ def packed(model: nn.Module) -> object:
     return model(nn.utils.rnn.pack_sequence([torch.randn(5, 3), torch.randn(2, 3)]))
 
 
-@pytest.mark.parametrize("regularizer", [DropPath(0.5), FeatureAlphaDropout(0.5), Masksembles(2, 1.5)])
+@pytest.mark.parametrize(
+    "regularizer",
+    [DropPath(0.5), FeatureAlphaDropout(0.5), Masksembles(2, 1.5), ClipActivationGrad(1.0, per_sample=True)],
+)
 def test_a_packed_sequence_is_refused_by_what_treats_rows_as_samples(regularizer: nn.Module) -> None:
     model = nn.Sequential(nn.LSTM(3, 16))
     inject(model, regularizer, layers="0")
@@ -397,7 +409,9 @@ def test_a_packed_sequence_is_refused_by_what_treats_rows_as_samples(regularizer
         packed(model)
 
 
-@pytest.mark.parametrize("regularizer", [Dropout(0.5), DropPath(0.5, mode="batch"), GaussianNoise(0.1)])
+@pytest.mark.parametrize(
+    "regularizer", [Dropout(0.5), DropPath(0.5, mode="batch"), GaussianNoise(0.1), ClipActivationGrad(1.0)]
+)
 def test_a_packed_sequence_is_regularized_by_what_ignores_samples(regularizer: nn.Module) -> None:
     model = nn.Sequential(nn.LSTM(3, 4))
     drop = inject(model, regularizer, layers="0")

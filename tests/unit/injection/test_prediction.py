@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,12 @@ class TestInput:
         drop = inject(named, Dropout(0.5), layers="embedding")
         for data in (batch, (batch["input_ids"], batch["labels"])):
             assert drop.predict(data, samples=2).mean.shape == (4, 3)
+
+    def test_tensors_in_a_list_are_moved_to_the_device_of_the_model(self) -> None:
+        model = toy(lambda m, images: m.fc(images[0]), fc=nn.Linear(8, 3))
+        elsewhere = SimpleNamespace(to=lambda device: X)
+        drop = inject(model, Dropout(0.5), layers="fc")
+        assert drop.predict(([elsewhere],), samples=2).mean.shape == (4, 3)
 
     @pytest.mark.parametrize("settings", [{"samples": 0}, {"samples": 1}, {"samples": 2.5}, {"activation": "tanh"}])
     def test_invalid_setting_raises(self, settings: Any) -> None:

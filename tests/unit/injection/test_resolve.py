@@ -277,3 +277,11 @@ def test_plan_at_the_input_shows_input_shapes(model: Small, images: torch.Tensor
 )  # fmt: skip
 def test_plan_shows_how_axes_are_interpreted(model: Small, images: torch.Tensor, code: str, reading: str) -> None:
     assert {site.reading for site in plan(model, code, layers="layer1.*", example_input=images).sites} == {reading}
+
+
+@pytest.mark.parametrize(("shape", "reading"), [((2, 3, 4), "C=3 L=4"), ((2, 3, 4, 5, 6), "C=3 D=4 H=5 W=6")])
+def test_plan_names_the_axes_of_sequences_and_volumes(shape: tuple[int, ...], reading: str) -> None:
+    drafted = plan(
+        nn.Sequential(nn.Identity()), DropBlock(0.1, 2, channel_dim=1), layers="0", example_input=torch.ones(shape)
+    )
+    assert drafted.sites[0].reading == reading

@@ -72,6 +72,7 @@ class TestRecordings:
             both = torch.stack([site.before[2, :5], site.after[2, :5]])
             assert {a.images[0].get_clim() for a in axes[:5] + axes[10:]} == {(both.min().item(), both.max().item())}
             assert len([a for a in part.axes if a.get_label() == "<colorbar>"]) == 1
+            assert {a.images[0].get_clim() for a in axes[5:10]} == {(0, 1)}
         assert [[text.get_text() for text in one.get_texts()] for part in figure.subfigs for one in part.legends] == [
             ["kept", "dropped"]
         ]
@@ -83,6 +84,7 @@ class TestRecordings:
         shown = images_of(r.plot_masks("layer1", sample=1, channels=3))
         assert len(shown) == 3
         assert np.array_equal(shown[2], r["layer1"].mask[1, 2])
+        assert np.array_equal(images_of(r.plot_masks("layer1"))[0], r["layer1"].mask[0, 0])
         assert len(titles(r.plot_masks())) == 2
         with pytest.raises(LayerError, match="no site 'layer2'"):
             r.plot_masks(["layer2"])
@@ -116,6 +118,8 @@ def test_images_of_other_tensors() -> None:
     assert torch.equal(figures.images_of(x, 1, 8)[2], x[1, 2, 2])  # a volume shows its middle slice
     x = torch.tensor([[[[float("inf"), 3], [1, 1]]]])  # non-finite values do not affect the color scale
     assert all_axes(figures.blocks_figure({"": {"": x}}))[0].images[0].get_clim() == (1, 3)
+    constant = figures.blocks_figure({"": {"": torch.ones(1, 1, 2, 2)}})
+    assert all_axes(constant)[0].images[0].get_clim() == (0.5, 1.5)
     for wrong, sample in ((torch.ones(4, 3, 5, 5), 4), (torch.ones(()), 0)):
         with pytest.raises(ShapeError):
             figures.images_of(wrong, sample, 8)
@@ -178,7 +182,7 @@ class TestFigures:
 
     def test_missing_matplotlib_error_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(HookdropError, match="pip install"):
+        with pytest.raises(HookdropError, match="^matplotlib is not installed"):
             plot_schedule(ConstantSchedule(), 5)
 
 
@@ -210,6 +214,7 @@ def test_columns_and_rows(shape: tuple[int, ...], activation: str | None, panels
     images = [axes for axes in figure.axes if axes not in bars]
     assert len(images) == panels
     figure.savefig(io.BytesIO())
+    assert figure.get_figheight() < 10
     if len(shape) == 2:  # the first line of a picture is the most uncertain row
         uncertainty = found.variance.sqrt() if found.mutual_information is None else found.mutual_information
         first = uncertainty.reshape(len(found.mean), -1).mean(1).argmax()
@@ -400,7 +405,7 @@ class TestErrors:
 
     def test_missing_library(self, model: Small, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "pytorch_grad_cam", None)
-        with pytest.raises(HookdropError, match="pip install"):
+        with pytest.raises(HookdropError, match="^pytorch_grad_cam is not installed"):
             grad_cam(model, images, "layer2")
         assert model.training
 

@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ class Attention(nn.Module):
         self.linear, self.weights, self.sizes = nn.Linear(4, 4), weights, []
 
     def forward(
-        self, x: torch.Tensor, mask: Any = None, rope: Any = None, bias: Any = None, past_key_values: Any = None
+        self, x: torch.Tensor, mask: Any = None, rope: Any = None, bias: Any = None, gates: Any = None, **others: Any
     ) -> Any:
         if self.training:
             self.sizes.append(len(x))
@@ -41,6 +42,8 @@ class Attention(nn.Module):
             y = y * mask
         if rope is not None:
             y = y + rope[0]
+        if gates is not None:  # a number for each sample
+            y = y * gates[:, None, None]
         if bias is not None:  # (H, 1, L), one for each head
             scores = (y @ y.mT).unsqueeze(1) + bias
             y = (scores.softmax(-1) @ y.unsqueeze(1)).sum(1)
@@ -139,10 +142,10 @@ class TestSubset:
         model, twin = block(), block()
         twin.load_state_dict(model.state_dict())
         inject(model, DropPath(0.5, mode="subset"), layers="attn")
-        mask, rope = torch.rand(8, 1, 4), (torch.randn(1, 5, 4),)
-        y = model(X, mask=mask, rope=rope)
+        further = {"mask": torch.rand(8, 1, 4), "rope": (torch.randn(1, 5, 4),), "gates": torch.rand(8) + 1}
+        y = model(X, scale=torch.tensor(2.0), **further)
         kept = (y != X).flatten(1).any(1)
-        branch = twin.attn(X, mask=mask, rope=rope)[0] * kept[:, None, None] * 2.0
+        branch = twin.attn(X, **further)[0] * kept[:, None, None] * 2.0
         torch.testing.assert_close(y, X + branch)
         y.square().sum().backward()
         (X + branch).square().sum().backward()
@@ -160,10 +163,13 @@ class TestSubset:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         shown = plan(model, DropPath(0.5, mode="subset"), layers="*", p_scale="depth", example_input=X)
         assert [site.reading for site in shown.sites] == ["N=8, runs on 6 (p=0.25)", "N=8, runs on 4 (p=0.5)"]
+        shown = plan(model, DropPath(0.5, mode="subset"), layers="1", example_input=X[:1])
+        assert shown.sites[0].reading == "N=1, runs on 1 (p=0)"
 
     def test_a_cache_of_keys_raises(self) -> None:
         inject(model := block(), DropPath(0.5, mode="subset"), layers="attn")
-        with pytest.raises(InjectionError):
+        model.config, model.attn.config = SimpleNamespace(), SimpleNamespace(use_cache=True)
+        with pytest.raises(InjectionError, match=r"\n  model\.attn\.config\.use_cache = False"):
             model(X, past_key_values=object())
 
     def test_an_error_in_the_branch_leaves_nothing_behind(self) -> None:

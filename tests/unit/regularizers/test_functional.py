@@ -1,5 +1,6 @@
 """Dropout against PyTorch's functions, shared masks, `hookdrop.functional`; DropBlock's rates and axes; Cutout's squares."""
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from torch import Tensor
 
+import hookdrop
 from hookdrop import (
     AlphaDropout,
     Cutout,
@@ -82,6 +84,17 @@ def test_functions_validate_their_rate_and_return_the_input_when_not_training(na
     if name != "activation_penalty":  # a loss term
         assert function(x, *arguments, training=False) is x
         assert function(x, *arguments) is not x
+
+
+def test_functions_have_the_default_settings_of_the_classes() -> None:
+    classes = {name.lower(): getattr(hookdrop, name) for name in hookdrop.__all__}
+    different = []
+    for name in functional.__all__:
+        settings = inspect.signature(classes[name.replace("_", "")]).parameters
+        for key, one in inspect.signature(getattr(functional, name)).parameters.items():
+            if key in settings and one.default not in (one.empty, settings[key].default):
+                different.append((name, key))
+    assert different == [("drop_block", "p"), ("neftune", "attention_mask")]
 
 
 SHAPE = (3, 4, 5, 6)

@@ -213,6 +213,11 @@ def test_blocks_whose_branch_has_no_end_are_named(name: str) -> None:
     assert "skipped 1 layer, '1'" in warning
 
 
+def test_a_gate_is_no_branch_without_an_end() -> None:
+    gate = block(lambda m, x: x * m.g(x).sigmoid())
+    assert not plan(nn.Sequential(pre_norm(), gate), stochastic_depth(), example_input=X).warnings
+
+
 SKIPS: dict[str, Form] = {
     "identity": lambda m, x: x + m.g(x),
     "difference": lambda m, x: x - m.g(x),

@@ -83,6 +83,7 @@ OUT_OF_REACH: dict[str, tuple[nn.Module, str]] = {
 NO_DROPOUT: dict[str, nn.Module] = {
     "eval mode": toy(lambda net, x: F.dropout(x, 0.3, training=False)),
     "a rate of 0": toy(lambda net, x: F.dropout(x, 0.0)),
+    "a random number below 1": toy(lambda net, x: x * (torch.rand_like(x) < 1.0)),
     "other numbers": toy(lambda net, x: F.layer_norm(x, (8,), eps=net.eps) * net.gain + (x > net.limit), eps=1e-5, gain=0.5, limit=0.1),
 }  # fmt: skip
 

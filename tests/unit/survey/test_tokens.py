@@ -113,6 +113,11 @@ def test_rows_of_samples(before: Callable[[Tensor], Tensor], expected: Samples, 
     assert facts.forwards == (0 if expected.per_sample == 1 else 2)
 
 
+def test_rows_are_counted_where_a_module_gets_the_batch() -> None:
+    model = toy(lambda m, x: m.block(x.flatten(0, 1)).sum(), block=nn.Sequential(nn.Linear(6, 6)))
+    assert survey(model, torch.zeros(2, 8, 6)).samples("block.0") == Samples(per_sample=8, module="")
+
+
 @pytest.mark.parametrize(
     ("before", "reason"),
     [

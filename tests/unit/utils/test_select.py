@@ -371,8 +371,9 @@ def test_expressions_must_match_the_whole_name(model: Small) -> None:
         ("layer1*bn2", "'layer1.*.bn2' (2 modules)"),
         ("layer?.bn2", "'layer?.*.bn2' (4 modules)"),
         ("*bn2", "'**.*bn2' (4 modules)"),
+        (nn.Conv3d, "a class that matches no module of Small"),
     ],
 )
-def test_unknown_names_get_suggestions(model: Small, entry: str, hint: str) -> None:
+def test_unknown_names_get_suggestions(model: Small, entry: Any, hint: str) -> None:
     with pytest.raises(LayerError, match=re.escape(hint)):
         names(model, entry)
