@@ -128,7 +128,8 @@ def pages(folder: Path) -> list[tuple[str, str, str]]:
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence of the first paragraph, without links."""
-    paragraphs = re.findall(r"^(?![#`<|:!\s*-])(?:.+\n?)+", text, re.M)
-    plain = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", " ".join(paragraphs[0].split())) if paragraphs else ""
+    """The first sentence of the first paragraph, without links and roles."""
+    text = re.sub(r"^(```|:::).*?^\1$|<!--.*?-->", "", text, flags=re.M | re.S)
+    paragraph = next((part for part in re.split(r"\n\s*\n", text.strip()) if not re.match(r"[#<|!]|[-*] ", part)), "")
+    plain = re.sub(r"\[([^\]]+)\]\([^)]*\)|\{[\w:]+\}", r"\1", " ".join(paragraph.split()))
     return re.split(r"(?<=[.:]) ", plain)[0]

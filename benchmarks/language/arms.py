@@ -1,4 +1,4 @@
-"""The arms of the study, read from `configs/language.yaml`."""
+"""The arms of the study, read from `study.yaml`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from hookdrop import InjectionSpec, LinearSchedule, parse
 
 NONE = "none"
-CONFIG: Mapping[str, Any] = yaml.safe_load((Path(__file__).parents[1] / "configs" / "language.yaml").read_text())
+CONFIG: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("study.yaml").read_text())
 MODELS: Mapping[str, Any] = CONFIG["models"]
 
 

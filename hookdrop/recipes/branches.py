@@ -100,16 +100,17 @@ class stochastic_depth(Recipe):
 
 
 def _check_no_stochastic_depth(model: nn.Module, survey: Survey) -> None:
-    for rate in survey.drop_rates.rates:
-        module = model.get_submodule(rate.layer)
-        value = attrgetter(rate.attribute)(module)
-        if value and rate in survey.drop_rates.per_sample:
-            raise InjectionError(
-                f"stochastic_depth: the model already has it: {rate.layer!r} is a {type(module).__name__} at rate "
-                f"{value:g}.\n"
-                "  build the model without it (timm: drop_path_rate=0.0, torchvision: stochastic_depth_prob=0.0), or "
-                f"change its rate: inject(model, set_dropout(p={{'**.{rate.layer.rpartition('.')[2]}': p}}))"
-            )
+    rates = {rate: attrgetter(rate.attribute)(model.get_submodule(rate.layer)) for rate in survey.drop_rates.per_sample}
+    active = [rate for rate in survey.drop_rates.rates if rates.get(rate)]
+    if active:
+        first, names = active[0], sorted({rate.layer.rpartition(".")[2] for rate in active})
+        patterns = ", ".join(f"'**.{name}': p" for name in names)
+        raise InjectionError(
+            f"stochastic_depth: the model already has it: {first.layer!r} is a "
+            f"{type(model.get_submodule(first.layer)).__name__} at rate {rates[first]:g}.\n"
+            "  build the model without it (timm: drop_path_rate=0.0, torchvision: stochastic_depth_prob=0.0), or "
+            f"change its rate: inject(model, set_dropout(p={{{patterns}}}))"
+        )
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,11 @@ class Layers(list[LayerFacts]):
         super().__init__(one for one in every if one.name in selected)
         self._title, self._root = title, _tree(every)
         fits = {fit for one in self for fit in one.fits}
-        recipes = [recipe for part, recipe in _RECIPES.items() if any(part in fit for fit in fits)]
+        taken = {fit for one in self if one.rates for fit in one.fits}  # the model drops there already
+        fitting = {
+            part: any(part in fit for fit in fits) and not any(part in fit for fit in taken) for part in _RECIPES
+        }
+        recipes = [recipe for part, recipe in _RECIPES.items() if fitting[part]]
         recipes += ["set_dropout(p=0.1)"] * any(one.rates for one in self)
         self._notes = [f"recipes to try with plan: {', '.join(recipes)}"] if recipes else []
 
