@@ -18,7 +18,7 @@ MODELS: Mapping[str, Any] = CONFIG["models"]
 
 @dataclass(frozen=True)
 class Arm:
-    """Injections whose rates are multiples of one tuned number, or a model with dropout of its own."""
+    """What is injected, at rates proportional to one tuned value; a peer has dropout written into its model instead."""
 
     name: str
     model: str  # lstm, written_in, stacked or decoder

@@ -86,7 +86,7 @@ def decoder() -> nn.Module:
 def language_model() -> Any:
     """Called with embeddings, so that its own embedding never runs, and with a KV cache."""
     layer = toy(lambda m, x, past_key_values=None, settings=None: x)
-    forward = lambda m, inputs_embeds: m.head(m.layer(inputs_embeds, past_key_values=[]))  # noqa: E731
+    forward = lambda m, inputs_embeds: m.head(m.layer(inputs_embeds, past_key_values=[]))
     return toy(forward, embed_tokens=nn.Embedding(8, 16), layer=layer, head=nn.Linear(16, 2))
 
 

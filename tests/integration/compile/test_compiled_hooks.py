@@ -489,7 +489,7 @@ def save_draws(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Check
 )
 def test_selective_checkpointing(policy: Any, budget: float, name: str) -> None:
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    forward = lambda self, x: checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)  # noqa: E731
+    forward = lambda self, x: checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
     model = toy(forward, inner=site())
     inject(model, MULTIPLYING[name], layers="inner.site")
     with low_budget(budget), torch._dynamo.config.patch({SKIP: True}):

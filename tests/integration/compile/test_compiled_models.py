@@ -203,7 +203,7 @@ def test_a_warning_raised_as_an_error_does_not_interrupt_rate_updates() -> None:
 
 def attention() -> nn.Module:
     """Reads its rate at each call, as the attention of transformers does."""
-    forward = lambda self, x: nn.functional.dropout(x, self.attention_dropout, self.training)  # noqa: E731
+    forward = lambda self, x: nn.functional.dropout(x, self.attention_dropout, self.training)
     return toy(forward, attention_dropout=0.0)
 
 

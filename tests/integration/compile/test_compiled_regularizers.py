@@ -70,7 +70,7 @@ def bound(name: str, p: float = 0.4) -> float:
 
 def hooked(names: Iterable[str], rate: float = 0.4, steps: int = 0) -> tuple[nn.Module, Injection]:
     """A layer for each regularizer, so that all of them are in one graph."""
-    forward = lambda m, inputs: {name: site(inputs[name]) for name, site in m.sites.items()}  # noqa: E731
+    forward = lambda m, inputs: {name: site(inputs[name]) for name, site in m.sites.items()}
     model = toy(forward, sites=nn.ModuleDict({name: nn.Identity() for name in names}))
     given = {f"sites.{name}": at_rate(parse(TEXTS[name]), rate) for name in names}
     return model, inject(model, given, schedule=LinearSchedule(steps) if steps else None)

@@ -209,7 +209,7 @@ def write_out(model: nn.Module, block: Callable[..., Tensor], rates: Mapping[str
     for name, module in model.named_modules():
         for pattern, rate in rates.items():
             if re.fullmatch(pattern, name):
-                drop = lambda x, rate=rate: functional.drop_block(x, rate, 3)  # noqa: E731
+                drop = lambda x, rate=rate: functional.drop_block(x, rate, 3)
                 module.forward = lambda x, module=module, drop=drop: block(module, x, drop)
 
 
@@ -260,7 +260,7 @@ class TestTheDropBlockPaper:
         """The forward of the model with DropBlock in groups 3 and 4: on skips, convolutions and projections."""
 
         def block(b: Any, x: Tensor, rate: float) -> Tensor:
-            drop = lambda t: functional.drop_block(t, rate, block_size)  # noqa: E731
+            drop = lambda t: functional.drop_block(t, rate, block_size)
             skip = drop(x) if b.downsample is None else x
             out = F.relu(drop(b.bn1(b.conv1(x))))
             out = drop(b.bn2(b.conv2(out)))

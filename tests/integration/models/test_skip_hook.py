@@ -131,7 +131,7 @@ def test_nested_calls_of_a_block_restore_their_own_input(model: Any, x: Tensor) 
 def test_branch_called_by_keyword_receives_the_original_input(model: Any, x: Tensor) -> None:
     block = hooked(model, p=1.0)
     expected = block(x)
-    by_keyword = lambda x: F.relu(block.bn2(block.conv2(F.relu(block.bn1(block.conv1(input=x))))) + x)  # noqa: E731
+    by_keyword = lambda x: F.relu(block.bn2(block.conv2(F.relu(block.bn1(block.conv1(input=x))))) + x)
     assert torch.equal(rewritten(block, by_keyword)(x), expected)
 
 

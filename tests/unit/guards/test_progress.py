@@ -275,7 +275,7 @@ class TestChecks:
 
 
 def test_sites_whose_rows_are_not_all_samples_warn_at_the_first_training_forward() -> None:
-    forward = lambda m, x: m.after(m.inside(x.flatten(0, 1)).view(x.shape))  # noqa: E731
+    forward = lambda m, x: m.after(m.inside(x.flatten(0, 1)).view(x.shape))
     model, x = toy(forward, inside=nn.Linear(2, 2), after=nn.Linear(2, 2)), torch.ones(2, 4, 2)
     drop = inject(model, DropPath(0.5), layers="*")
     model.eval()(x)
@@ -347,7 +347,7 @@ def test_drop_path_on_whole_blocks_warns(model: Small, images: torch.Tensor) -> 
 
 
 def nhwc() -> nn.Module:
-    forward = lambda m, x: m.stage2(m.stage1(x)[:, ::2, ::2])  # noqa: E731
+    forward = lambda m, x: m.stage2(m.stage1(x)[:, ::2, ::2])
     return toy(forward, stage1=nn.Linear(24, 24), stage2=nn.Linear(24, 24))
 
 

@@ -181,7 +181,7 @@ class TokenModel(nn.Module):
         if not self.how:
             return self.embed(ids)
         scale = torch.ones((), requires_grad=True)  # a reentrant checkpoint needs an argument with a gradient
-        part = lambda ids, scale: (self.embed(ids) * scale).sin()  # noqa: E731
+        part = lambda ids, scale: (self.embed(ids) * scale).sin()
         return checkpoint(part, ids, scale, use_reentrant=self.how == "reentrant")
 
 

@@ -386,7 +386,7 @@ class TestErrors:
             grad_cam(model, images, "spare")
 
     def test_layer_without_a_gradient_raises(self, images: torch.Tensor) -> None:
-        forward = lambda m, x: m.fc(m.layer1(m.conv1(x)).detach().mean((2, 3)) + x.mean((1, 2, 3))[:, None])  # noqa: E731
+        forward = lambda m, x: m.fc(m.layer1(m.conv1(x)).detach().mean((2, 3)) + x.mean((1, 2, 3))[:, None])
         model = toy(forward, **dict(Small().named_children()))
         with pytest.raises(LayerError):
             grad_cam(model, images, "layer1")

@@ -89,6 +89,8 @@ def test_rates_are_those_of_the_dropout_that_set_dropout_finds(found: tuple[nn.M
 def test_rates_of_equal_blocks_are_a_range() -> None:
     model = timm.create_model("test_vit", drop_path_rate=0.1)
     assert "already drops 0.02 to 0.1;" in str(layers(model, only="blocks.*.drop_path1"))
+    assert "stochastic_depth" not in str(layers(model))
+    assert "stochastic_depth" in str(layers(timm.create_model("test_vit")))
 
 
 def test_layers_changes_nothing_and_ignores_hooks(model: Small, images: torch.Tensor) -> None:

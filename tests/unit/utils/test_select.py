@@ -293,7 +293,7 @@ def test_named_layers_with_a_module_cycle() -> None:
 
 def test_invalid_entries_raise(model: Small) -> None:
     """Also if other entries match."""
-    none = lambda name, module: False  # noqa: E731
+    none = lambda name, module: False
     for layers in (
         [],
         "",
