@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+from markdownify import markdownify
 
 import hookdrop
 
@@ -86,26 +87,21 @@ def setup(app: Any) -> None:
 
 
 def write_markdown(app: Any, name: str, template: str, context: dict[str, Any], doctree: Any) -> None:
-    """Write the source of a page, with what it includes, as NAME.md; of a generated page, its text."""
+    """Write NAME.md beside NAME.html, with links to the other Markdown pages."""
     if doctree is None or app.builder.name != "html":
         return
-    source = Path(app.env.doc2path(name))
-    text = source.read_text()
-    if source.suffix == ".md" and "{eval-rst}" not in text:
-        text = re.sub(r"(?ms)^```\{include\} (\S+)\n(.*?)^```$", partial(included, source.parent), text)
-    else:
-        text = doctree.astext()
+    body = re.sub(r'<a class="headerlink".*?</a>|<(script|style|svg|button).*?</\1>', "", context["body"], flags=re.S)
+    text = markdownify(body, heading_style="ATX", code_language_callback=code_language)
     twin = Path(app.outdir, f"{name}.md")
     twin.parent.mkdir(parents=True, exist_ok=True)
-    twin.write_text(text)
+    twin.write_text(re.sub(r"(\]\((?!\w+:)[^)\s]*)\.html", r"\1.md", text).strip() + "\n")
     context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{twin.name}">'
 
 
-def included(folder: Path, directive: re.Match[str]) -> str:
-    """The text that an include directive stands for."""
-    start = re.search(r'^:start-after: "(.*)"$', directive[2], re.M)
-    text = (folder / directive[1]).read_text()
-    return text.partition(start[1])[2] if start else text
+def code_language(code: Any) -> str:
+    """The language of a code block, in the class of its container."""
+    names = [name for parent in code.parents for name in parent.get("class", ()) if name.startswith("highlight-")]
+    return names[0].removeprefix("highlight-") if names else ""
 
 
 def write_llms_txt(app: Any, error: Exception | None) -> None:

@@ -19,7 +19,7 @@ from comparison.analysis.intervals import IMAGE_RESAMPLES, resamples
 from comparison.analysis.schema import Difference
 from comparison.engines.store import replace_file
 from comparison.report import figures
-from language.arms import NONE
+from language.arms import MODELS, NONE
 
 ZERO, OTHER = "p = 0 injected", "none with other seeds"
 SMALLEST = 0.02
@@ -62,12 +62,16 @@ def _cell(records: Records, model: str, test: str) -> dict[str, Any]:
     names = [name for name in metrics if name not in (NONE, ZERO, OTHER)]
     found = dict(zip(names, holm_corrected([difference(metrics[name], metrics[NONE]) for name in names]), strict=True))
     found[OTHER] = difference(metrics[OTHER], metrics[NONE])
+    between = {f"{a} − {b}": difference(metrics[a], metrics[b]) for a, b in MODELS[model]["contrasts"]}
     return {
         "model": model,
         "test": test,
         "perplexity": {name: math.exp(np.mean([run.value for run in runs.values()])) for name, runs in metrics.items()},
         "log_perplexity": {name: [run.value for run in runs.values()] for name, runs in metrics.items()},
         "differences": {name: one.model_dump() for name, one in found.items()},
+        "contrasts": {
+            name: one.model_dump() for name, one in zip(between, holm_corrected([*between.values()]), strict=True)
+        },
         "curves": {
             name: [np.mean(part, axis=0).tolist() for part in zip(*runs, strict=True)] for name, runs in curves.items()
         },
@@ -131,8 +135,9 @@ def _curves(curves: Mapping[str, Any], ident: str) -> Markup:
         axes = figure.subplots()
         for number, (name, (train, validation)) in enumerate(curves.items()):
             every = len(train) // len(validation)
-            (line,) = axes.plot(range(every, len(train) + 1, every), validation, color=f"C{number}", lw=2, label=name)
-            axes.plot(range(1, len(train) + 1), train, color=line.get_color(), lw=0.7)
+            style: Any = {"color": f"C{number}", "ls": ("-", "--")[number // 10]}
+            axes.plot(range(every, len(train) + 1, every), validation, lw=2, label=name, **style)
+            axes.plot(range(1, len(train) + 1), train, lw=0.7, **style)
         axes.set(xlabel="epoch", ylabel="nats per token: validation thick, training thin")
         axes.legend(fontsize=9)
         return figures.inline(figure, ident, "Training and validation loss by epoch")

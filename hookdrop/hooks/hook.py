@@ -393,6 +393,6 @@ def _apply(hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tens
 _NOTIFY = compiling.GraphBreak(_notify, "hookdrop checks the first calls.")
 _OBSERVED = compiling.GraphBreak(
     _apply,
-    "recording() needs tensor values, so it breaks the graph.\n"
-    "  record the uncompiled model, or use probe(x), which runs it uncompiled.",
+    "recording() needs tensor values, so it breaks the graph of code that is compiled for the first time inside.\n"
+    "  call the compiled model once before recording().",
 )

@@ -154,10 +154,13 @@ def prediction_figure(
         for axes, image, row in zip(column, images, top.tolist(), strict=False):
             aspect = "equal" if mean.dim() > 3 else "auto"
             drawn = axes.imshow(image.numpy(), SCALE, vmin=low, vmax=high, aspect=aspect, interpolation="nearest")
-            axes.set(xticks=[], yticks=[], ylabel=f"row {row}")
+            axes.set(yticks=[], ylabel=f"row {row}")
+            if not flat:
+                axes.set_xticks([])
         if flat:
             axes.set_yticks(range(len(top)), [f"row {row}" for row in top], fontsize=8)
-            axes.set(xlabel="classes", ylabel="")
+            axes.set(xlabel="class", ylabel="")
+            axes.xaxis.get_major_locator().set_params(integer=True)
         bar = figure.colorbar(drawn, ax=column, location="bottom", label=name, shrink=0.9)
         bar.locator.set_params(nbins=3)  # small numbers have long labels
     return figure  # type: ignore[no-any-return]

@@ -484,7 +484,7 @@ class Injection:
         """Record the calls inside the `with` block: `r["layer4.0"].before`, `.mask`, `.after`, and their plots.
 
         `r.totals` measures all calls, as `probe` does. Regularizers run twice; masks and results do not change.
-        Recording breaks graphs of compiled code, an error with `fullgraph=True`: record the uncompiled model instead.
+        A compiled model runs uncompiled inside.
 
         Args:
             last: number of calls to keep per site; `r.calls("layer4.0")` lists them. 0 keeps no tensors, for `r.totals`

@@ -18,7 +18,7 @@ from hookdrop.hooks.hook import CurrentRate, SiteHook, note_call, regularized
 from hookdrop.hooks.registry import hooks_of, hooks_removed
 from hookdrop.injection.sinks import AttributeSink, RateSink
 from hookdrop.regularizers import drops_elements
-from hookdrop.survey.isolation import call, forked_rng, restored_after, set_eval
+from hookdrop.survey.isolation import call, forked_rng, restored_after, set_eval, uncompiled
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tables import text_table
@@ -130,7 +130,10 @@ def _total(number: Tensor) -> float:
 
 @contextmanager
 def measured_into(sinks: Sequence[RateSink], record: Record) -> Iterator[None]:
-    """Pass what the hooks and the dropout of the model do in the calls inside to `record`."""
+    """Pass what the hooks and the dropout of the model do in the calls inside to `record`.
+
+    Compiled code runs uncompiled: a graph break at every site would compile each piece anew.
+    """
     own = [sink for sink in sinks if isinstance(sink, AttributeSink)]
     if own:
         from hookdrop.injection.own_dropout import observed_into
@@ -139,7 +142,7 @@ def measured_into(sinks: Sequence[RateSink], record: Record) -> Iterator[None]:
         live.observe = live.observe or Observers()
         live.observe.append(record)
     try:
-        with observed_into(own, record) if own else nullcontext():
+        with uncompiled(), observed_into(own, record) if own else nullcontext():
             yield
     finally:
         for live in lives:

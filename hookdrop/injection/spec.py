@@ -34,7 +34,7 @@ P_SCALES = (None, "equal", "depth", "depth_from_zero", "depth_reversed")
 PLACES = ("output", "input", "parameters")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InjectionSpec:
     """The arguments of `inject`, for trainers that build the model later and for configuration files.
 
@@ -148,6 +148,17 @@ class InjectionSpec:
             "  write: schedule=LinearSchedule(steps=N)   of a function: LambdaSchedule(function)"
         )
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same settings; a string is what it stands for. A function equals no other."""
+        if not isinstance(other, InjectionSpec):
+            return NotImplemented
+        try:
+            return self is other or _made(self).to_dict() == _made(other).to_dict()
+        except StateError:
+            return False
+
+    __hash__ = None  # type: ignore[assignment]  # like lists and dicts, which it may hold
+
     @property
     def is_relative(self) -> bool:
         """Whether the schedule has fractions of the training, so that `inject` needs `total_steps`."""
@@ -192,6 +203,16 @@ def _read(given: Any, allow: Allowed = ()) -> Any:
     if isinstance(given, Mapping):
         return {key: _read(value, allow) for key, value in given.items()}
     return read(given, allow) if isinstance(given, str) else given
+
+
+def _made(spec: InjectionSpec) -> InjectionSpec:
+    """Return the spec with objects instead of strings."""
+    found = spec.source
+    if isinstance(found, Mapping):
+        found = {key: as_regularizer(value) for key, value in found.items()}
+    elif not isinstance(found, Recipe):
+        found = as_regularizer(found)
+    return replace(spec, regularizer=found, schedule=spec.timing)
 
 
 def _regularizer(given: object) -> Regularizer:

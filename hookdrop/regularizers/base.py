@@ -250,7 +250,8 @@ def check_axes(shape: Sequence[int], axes: str, owner: str) -> None:
 
 _SUITED = {
     3: "for tokens (N, L, C) use TokenDropout(p=...), for a sequence (N, C, L) Dropout1d(p=...)",
-    4: "for a map (N, C, H, W) use Dropout2d(p=...) or DropBlock(p=...)",
+    4: "for a map (N, C, H, W) use Dropout2d(p=...) or DropBlock(p=...)\n"
+    "  for tokens (N, H, W, C), as in Swin, use Dropout(p=..., shared=(3,)), which drops whole tokens",
     5: "for a map (N, C, D, H, W) use Dropout3d(p=...) or DropBlock(p=...)",
 }
 

@@ -197,8 +197,8 @@ class DropBlock(DropRegularizer):
             found.append(
                 f"block_size={self.block_size} covers the whole {'x'.join(map(str, sizes))} map: DropBlock drops "
                 f"blocks of {'x'.join(map(str, edges))} there, which is {covers}.\n"
-                f"  there, use a block smaller than the map, or {covers}, in a mapping: "
-                f"inject(model, {{'layer3.*': DropBlock(...), 'layer4.*': {covers}(...)}})"
+                f"  there, use a smaller block or {covers}, in a mapping with these layers apart: "
+                f"inject(model, {{'...': DropBlock(...), '...': {covers}(...)}})"
             )
         return found
 

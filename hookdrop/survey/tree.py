@@ -169,8 +169,10 @@ def _maps(survey: Survey) -> Iterator[tuple[str, str]]:
     blocks = [block for net in conv_nets(survey.trace, survey.residuals) for block in net.blocks]
     maps = [(layer.name, node.shape, "") for layer in layers if layer is not None for node in layer.outputs]
     for name, (_, channels, *size), what in [*maps, *((one.name, one.end.shape, "block with ") for one in blocks)]:
-        if max(size) > 1:
+        if min(size) > 3:
             yield name, f"DropBlock, Dropout{len(size)}d: {what}{channels} maps of {shape_text(size)}"
+        elif max(size) > 1:  # too small for blocks
+            yield name, f"Dropout{len(size)}d: {channels} maps of {shape_text(size)}"
 
 
 def _branches(survey: Survey) -> Iterator[tuple[str, str]]:

@@ -78,6 +78,7 @@ def test_the_study_trains_reports_and_resumes(
     monkeypatch.setattr(language_study, "ARMS", chosen)
     for name, settings in arms.MODELS.items():
         quick = {"epochs": 2, "weight_decay": [0.1], "weight_decay_none": [0.1]}
+        quick["contrasts"] = [["AR + TAR", "LockedDropout"]] if name == "lstm" else []
         monkeypatch.setitem(arms.MODELS, name, settings | quick)
     monkeypatch.setattr(language_study, "SEEDS", range(2))
     study = language_study.Study(text, tmp_path, workers=1)
@@ -85,6 +86,7 @@ def test_the_study_trains_reports_and_resumes(
     records = study.final(tuned)
     assert report.write(records, tuned, tmp_path) == 0
     page = (tmp_path / "report.html").read_text()
+    assert page.count("AR + TAR − LockedDropout") == 2, "on both test sets"
     assert page.count("bit-identical to none in 2 of 2 seeds") == 2
     assert not {"http://", "https://", "<script"} & {
         part for part in ("http://", "https://", "<script") if part in page

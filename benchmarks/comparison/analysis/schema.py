@@ -139,6 +139,7 @@ class Cell(Part):
     controls: Controls
     varied: list[str] = ["training set", "weights", "batch order", "augmentation", "masks"]  # between seeds
     remarks: list[str] = []  # notes on the data, such as that all seeds train on the same images
+    fit: tuple[float, float] | None = None  # mean training loss of the runs of none, of the first step and last epoch
 
 
 class FailedRun(Part):

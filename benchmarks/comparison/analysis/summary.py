@@ -70,6 +70,7 @@ def _cell(
     sizes = {"steps": "steps", "train_images": "train_images", "test_images": "scored_images"}
     sizes |= {"skipped_images": "skipped_images"}
     sets = ["training set"] if any(run.data.train_size for run in runs) else []
+    fits = [(one["first_loss"], one["train_loss"][-1]) for one in arms[0].outcomes]
     augmented = ["augmentation"] if any(run.data.augmentation != "none" for run in runs) else []
     return Cell(
         title=title,
@@ -80,6 +81,7 @@ def _cell(
         controls=controls(arms, against),
         varied=[*sets, "weights", "batch order", *augmented, "masks"],
         remarks=remarks,
+        fit=tuple(np.mean(fits, axis=0).tolist()) if fits else None,
     )
 
 

@@ -42,6 +42,12 @@ def verdict(cell: Cell) -> str:
 def notes(cell: Cell) -> Iterator[str]:
     """What limits the verdict: missing pairs, power, tuning and data."""
     others, found = cell.arms[1:], compared(cell)
+    if cell.fit and cell.fit[1] > 0.9 * cell.fit[0]:
+        yield (
+            f"Hardly trained: the training loss of “{cell.arms[0].name}” went from {cell.fit[0]:.2f} to "
+            f"{cell.fit[1]:.2f} in {plural(cell.steps, 'step')}. "
+            "Raise epochs or the learning rate: there is nothing to regularize yet."
+        )
     if waiting := sum(why.split(": ")[-1] == NOT_RUN for arm in others for why in arm.set_aside.values()):
         yield (
             f"Not finished: {plural(waiting, 'pair')} missing. The number of seeds was fixed in advance; stopping "

@@ -50,7 +50,7 @@ def record_of(run: Run, shift: float = 0.0, **changed: Any) -> Record:
         weights_after=f"after {run.seed}{run.arm.name if active else ''}",
         batches=[f"epoch {run.seed}.{epoch}" for epoch in (1, 2)],
         first_loss=2.3,
-        train_loss=[1.0 + run.seed, 0.5 + run.seed],
+        train_loss=[1.0, 0.5 + 0.1 * run.seed],
         rate_at_end=run.arm.p,
         asked=0.1 if active else None,
         dropped=0.1 + 0.001 * run.seed if active else None,
@@ -127,6 +127,16 @@ def against(cell: Cell, name: str, metric: Any = "accuracy") -> Difference:
     found = arm_of(cell, name).against_none
     assert found
     return found[metric]
+
+
+def test_a_note_says_that_nothing_was_trained(made: Made) -> None:
+    for seed in range(8):
+        made.change("none", seed, train_loss=[2.3, 2.2])
+    assert "Hardly trained: the training loss of “none” went from 2.30 to 2.20 in 20 steps." in " ".join(
+        words(made.cell())
+    )
+    made.change("none", 0, train_loss=[2.3, 0.1])
+    assert "Hardly trained" not in " ".join(words(made.cell()))
 
 
 def words(cell: Cell) -> list[str]:

@@ -129,12 +129,22 @@ class TestRoundTrip:
         again = inject(twin, spec)
         again.load_state_dict(drop.state_dict())
         assert again.spec.to_dict() == drop.spec.to_dict()
+        assert spec == drop.spec
         drop.seek(7)
         again.seek(7)
         torch.manual_seed(1)
         expected = first(images)
         torch.manual_seed(1)
         assert torch.equal(twin(images), expected)
+
+    def test_equality(self) -> None:
+        spec = InjectionSpec("Dropout(p=0.1)", layers="fc", schedule="LinearSchedule(4)")
+        assert spec == InjectionSpec(Dropout(0.1), layers="fc", schedule=LinearSchedule(steps=4))
+        assert spec != InjectionSpec("Dropout(p=0.2)", layers="fc", schedule="LinearSchedule(4)")
+        assert spec != spec.to_dict()
+        chosen = InjectionSpec("Dropout(p=0.1)", layers=lambda name, module: True)
+        assert chosen == chosen
+        assert chosen != InjectionSpec("Dropout(p=0.1)", layers=lambda name, module: True)
 
     def test_the_root_module(self) -> None:
         lstm = nn.LSTM(3, 3)

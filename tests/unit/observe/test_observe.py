@@ -219,6 +219,8 @@ def test_columns_and_rows(shape: tuple[int, ...], activation: str | None, panels
         uncertainty = found.variance.sqrt() if found.mutual_information is None else found.mutual_information
         first = uncertainty.reshape(len(found.mean), -1).mean(1).argmax()
         assert np.allclose(images[1].images[0].get_array()[0], found.variance[first].sqrt().numpy())
+        assert len(images[0].get_xticks()) > 2
+        assert all(tick == int(tick) for tick in images[0].get_xticks())
 
 
 @pytest.mark.parametrize("shape", [(20, 1), (20,)])

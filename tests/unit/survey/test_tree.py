@@ -124,6 +124,12 @@ def test_layers_that_are_never_called_and_recurrent_layers() -> None:
     assert unused.fits == ("never called",)
 
 
+def test_blocks_are_not_offered_for_small_maps() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1), nn.ReLU())
+    large, *_, small, _ = layers(model, torch.ones(2, 3, 6, 6))
+    assert (large.fits, small.fits) == (("DropBlock, Dropout2d: 4 maps of 6x6",), ("Dropout2d: 4 maps of 3x3",))
+
+
 def test_html_shows_the_same_rows(model: Small, images: torch.Tensor) -> None:
     found = layers(model, images)
     assert found._repr_html_().count("<tr>") == len(rows(found)) + 1
