@@ -101,7 +101,7 @@ def write_markdown(app: Any, name: str, template: str, context: dict[str, Any], 
 def code_language(code: Any) -> str:
     """The language of a code block, in the class of its container."""
     names = [name for parent in code.parents for name in parent.get("class", ()) if name.startswith("highlight-")]
-    return names[0].removeprefix("highlight-") if names else ""
+    return names[0].removeprefix("highlight-").replace("default", "python") if names else ""
 
 
 def write_llms_txt(app: Any, error: Exception | None) -> None:
