@@ -94,7 +94,7 @@ def write_markdown(app: Any, name: str, template: str, context: dict[str, Any], 
     text = markdownify(body, heading_style="ATX", code_language_callback=code_language)
     twin = Path(app.outdir, f"{name}.md")
     twin.parent.mkdir(parents=True, exist_ok=True)
-    twin.write_text(re.sub(r"(\]\((?!\w+:)[^)\s]*)\.html", r"\1.md", text).strip() + "\n")
+    twin.write_text(re.sub(r"(\]\((?!\w+:|[^)]*_downloads)[^)\s]*)\.html", r"\1.md", text).strip() + "\n")
     context["metatags"] += f'<link rel="alternate" type="text/markdown" href="{twin.name}">'
 
 
@@ -106,21 +106,12 @@ def code_language(code: Any) -> str:
 
 def write_llms_txt(app: Any, error: Exception | None) -> None:
     if error is None and app.builder.name == "html":
-        lines = [f"- [{title}]({name}.md): {first}" for name, title, first in pages(Path(app.srcdir))]
-        head = f"# {project}\n\n> {first_sentence((Path(app.srcdir) / 'index.md').read_text())}\n\n## Pages\n"
+        pages = [(name, Path(app.outdir, f"{name}.md").read_text()) for name in sorted(app.env.found_docs)]
+        lines = [
+            f"- [{text.partition(chr(10))[0].lstrip('# ')}]({name}.md): {first_sentence(text)}" for name, text in pages
+        ]
+        head = f"# {project}\n\n> {first_sentence(dict(pages)['index'])}\n\n## Pages\n"
         (Path(app.outdir) / "llms.txt").write_text("\n".join([head, *lines]) + "\n")
-
-
-def pages(folder: Path) -> list[tuple[str, str, str]]:
-    """The name, the title and the first sentence of each page."""
-    found = []
-    for path in sorted(folder.rglob("*.md")):
-        text = path.read_text()
-        title = re.search(r"^# (.*)$", text, re.M)
-        if title and not {"_build", "_templates"} & set(path.parts):
-            name = path.relative_to(folder).with_suffix("").as_posix()
-            found.append((name, title[1], first_sentence(text)))
-    return found
 
 
 def first_sentence(text: str) -> str:

@@ -69,7 +69,11 @@ def _from_timm(name: str, size: str) -> tuple[nn.Module, Any]:
     import timm
 
     model = timm.create_model(name, pretrained=False)
-    return model, torch.zeros(1, *_sized(tuple(model.pretrained_cfg.get("input_size") or IMAGE), size))
+    shape = _sized(tuple(model.pretrained_cfg.get("input_size") or IMAGE), size)
+    if size:
+        with suppress(TypeError):  # of models for images of any size
+            model = timm.create_model(name, pretrained=False, img_size=shape[-2:])
+    return model, torch.zeros(1, *shape)
 
 
 def _from_torchvision(name: str, size: str) -> tuple[nn.Module, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hookdrop.guards.problems import check_first_shape
 from hookdrop.hooks.checkpointing import CheckpointedCalls
+from hookdrop.hooks.compiling import GraphBreak
 from hookdrop.hooks.hook import CurrentRate, SiteHook, note_call, regularized
 from hookdrop.hooks.registry import hooks_of, hooks_removed
 from hookdrop.injection.sinks import AttributeSink, RateSink
@@ -21,7 +22,7 @@ from hookdrop.regularizers import drops_elements
 from hookdrop.survey.isolation import call, forked_rng, restored_after, set_eval, uncompiled
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
-from hookdrop.utils.tables import text_table
+from hookdrop.utils.tables import some, text_table
 from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import functorch_stack
 from hookdrop.utils.validation import count
@@ -132,7 +133,8 @@ def _total(number: Tensor) -> float:
 def measured_into(sinks: Sequence[RateSink], record: Record) -> Iterator[None]:
     """Pass what the hooks and the dropout of the model do in the calls inside to `record`.
 
-    Compiled code runs uncompiled: a graph break at every site would compile each piece anew.
+    Compiled code runs uncompiled, because a graph break at every site would compile each piece anew. Only inside a
+    compiled function, which PyTorch cannot leave, sites break the graph.
     """
     own = [sink for sink in sinks if isinstance(sink, AttributeSink)]
     if own:
@@ -142,12 +144,20 @@ def measured_into(sinks: Sequence[RateSink], record: Record) -> Iterator[None]:
         live.observe = live.observe or Observers()
         live.observe.append(record)
     try:
-        with uncompiled(), observed_into(own, record) if own else nullcontext():
+        with ExitStack() as stack:
+            with suppress(RuntimeError):
+                stack.enter_context(_UNCOMPILED.call())
+            stack.enter_context(observed_into(own, record) if own else nullcontext())
             yield
     finally:
         for live in lives:
             live.observe.remove(record)
             live.observe = live.observe or None
+
+
+_UNCOMPILED = GraphBreak(
+    uncompiled, "recording() runs compiled code uncompiled.\n  open it outside of the compiled function."
+)
 
 
 class Observers(list[Record]):
@@ -250,6 +260,9 @@ def probe(model: nn.Module, sinks: Sequence[RateSink], x: Any, forwards: int) ->
                 notes.append(f"{state.name!r} adds terms to the loss, and changes no forward")
             elif all(isinstance(sink, SiteHook) and sink.regularizer.in_backward for sink in own):
                 notes.append(f"{state.name!r} edits gradients in the backward pass, and changes no forward")
+    idle = [result.labels[sink] for sink in sinks if sink.p == 0 and not result.sites[result.labels[sink]].calls]
+    if idle and result.calls:
+        notes.append(f"at rate 0, so without calls: {some(idle)}")
     result.note = "\n".join(notes)
     return result
 

@@ -40,12 +40,14 @@ class InjectionSpec:
 
     Strings work for all of them. They are parsed at once, so that a typo is found before the model is built, and never
     evaluated. `inject(model, spec, total_steps=N)` places it, and `plan(model, spec)` shows what that would do.
+    Specs are equal if their settings are.
 
     Args:
         regularizer: a string such as `"DropBlock(p=0.1, block_size=7)"` or `"stochastic_depth(p=0.1)"`, or what
             `inject` takes.
-        layers, exclude, at, tensor, schedule, p_scale, name, on_existing, portable: as in `inject`. With a recipe,
-            `layers` are the full names of the sites that it must choose; another choice is a `StateError`.
+        layers: as in `inject`. With a recipe, the full names of the sites that it must choose; another choice is a
+            `StateError`.
+        exclude, at, tensor, schedule, p_scale, name, on_existing, portable: as in `inject`.
 
     Raises:
         TypeError, ValueError: a setting is invalid.
@@ -149,12 +151,12 @@ class InjectionSpec:
         )
 
     def __eq__(self, other: object) -> bool:
-        """Whether both have the same settings; a string is what it stands for. A function equals no other."""
+        """Whether both have the same settings; a string is what it stands for. A function equals only itself."""
         if not isinstance(other, InjectionSpec):
             return NotImplemented
         try:
-            return self is other or _made(self).to_dict() == _made(other).to_dict()
-        except StateError:
+            return self is other or _settings(self) == _settings(other)
+        except StateError:  # of a regularizer that has no text
             return False
 
     __hash__ = None  # type: ignore[assignment]  # like lists and dicts, which it may hold
@@ -205,14 +207,16 @@ def _read(given: Any, allow: Allowed = ()) -> Any:
     return read(given, allow) if isinstance(given, str) else given
 
 
-def _made(spec: InjectionSpec) -> InjectionSpec:
-    """Return the spec with objects instead of strings."""
+def _settings(spec: InjectionSpec) -> Any:
+    """Return the settings to compare, with regularizers, recipes and schedules as text."""
     found = spec.source
     if isinstance(found, Mapping):
         found = {key: as_regularizer(value) for key, value in found.items()}
     elif not isinstance(found, Recipe):
         found = as_regularizer(found)
-    return replace(spec, regularizer=found, schedule=spec.timing)
+    entries = {name: [one] if isinstance(one := getattr(spec, name), str) else one for name in ("layers", "exclude")}
+    made = entries | {"regularizer": found, "schedule": spec.timing or ConstantSchedule()}
+    return _plain({field.name: made.get(field.name, getattr(spec, field.name)) for field in fields(spec)})
 
 
 def _regularizer(given: object) -> Regularizer:
@@ -269,9 +273,15 @@ def described(spec: InjectionSpec, strict: bool = False) -> dict[str, Any]:
             if strict and isinstance(error, StateError):
                 raise
             if strict:
-                raise StateError(f"InjectionSpec: {name}={value!r} cannot be saved: use a string.") from None
+                use = _SAVED.get(name, "a string")
+                raise StateError(f"InjectionSpec: {name}={value!r} cannot be saved.\n  use {use}.") from None
             found[name] = re.sub(" at 0x[0-9a-f]+", "", repr(value))  # of a function
     return found
+
+
+_NAMES = "names or globs; the spec of an injection, drop.spec, has the names of its sites"
+_SAVED = {"regularizer": "a string such as 'Dropout(p=0.1)'", "layers": _NAMES, "exclude": _NAMES}
+"""What to write instead of a setting that cannot be saved."""
 
 
 def _plain(value: Any) -> Any:

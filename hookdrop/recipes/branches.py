@@ -104,12 +104,12 @@ def _check_no_stochastic_depth(model: nn.Module, survey: Survey) -> None:
     active = [rate for rate in survey.drop_rates.rates if rates.get(rate)]
     if active:
         first, names = active[0], sorted({rate.layer.rpartition(".")[2] for rate in active})
-        patterns = ", ".join(f"'**.{name}': p" for name in names)
+        patterns = ", ".join(f"'**.{name}': 2" for name in names)
         raise InjectionError(
             f"stochastic_depth: the model already has it: {first.layer!r} is a "
             f"{type(model.get_submodule(first.layer)).__name__} at rate {rates[first]:g}.\n"
             "  build the model without it (timm: drop_path_rate=0.0, torchvision: stochastic_depth_prob=0.0), or "
-            f"change its rate: inject(model, set_dropout(p={{{patterns}}}))"
+            f"multiply its rates, by 2 for example: inject(model, set_dropout(), p_scale={{{patterns}}})"
         )
 
 

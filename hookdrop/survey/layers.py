@@ -150,15 +150,15 @@ def _has_sum(steps: list[Step], sums: Mapping[Node, Residual]) -> bool:
 def _steps(node: Node, sums: Mapping[Node, Residual], since: int, loosely: bool = False) -> list[Step]:
     """Return the additions, norms and linear operations that lead to a node along skips, the last first.
 
-    `loosely` also follows activations.
+    `loosely` also follows activations, and takes a projection for a skip.
     """
     steps: list[Step] = []
     while (op := node.op) is not None and node.index > since:
         residual = sums.get(node)
         inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data and one.size == node.size]
         simple = is_linear(op) or "norm" in op.name or (loosely and len(op.inputs) == 1)
-        if residual is not None and not residual.is_projection:
-            node = residual.skip
+        if residual is not None and (loosely or not residual.is_projection):
+            node = residual.root if residual.is_projection else residual.skip
         elif len(inputs) == 1 and simple:
             node = inputs[0]
         else:

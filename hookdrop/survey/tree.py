@@ -59,7 +59,7 @@ class Layers(list[LayerFacts]):
             part: any(part in fit for fit in fits) and not any(part in fit for fit in taken) for part in _RECIPES
         }
         recipes = [recipe for part, recipe in _RECIPES.items() if fitting[part]]
-        recipes += ["set_dropout(p=0.1)"] * any(one.rates for one in self)
+        recipes += ["set_dropout()"] * any(one.rates for one in self)
         self._notes = [f"recipes to try with plan: {', '.join(recipes)}"] if recipes else []
 
     def _table(self) -> tuple[list[str], list[list[Any]]]:

@@ -63,8 +63,8 @@ def difference(a: Mapping[int, RunMetric], b: Mapping[int, RunMetric]) -> Differ
     low, high = over_seeds(values)
     images = over_both(values, np.stack([a[seed].resampled_B - b[seed].resampled_B for seed in seeds]))
     p, mde = permutation_p(values), minimum_detectable(values)
-    # Without spread, the interval is a point that excludes 0 for any number of pairs; the exact test accounts for it.
-    certain = len(values) > 1 and (low < high or p <= LEVEL)
+    # Few pairs, or pairs without spread, may have an interval that excludes 0; the exact test accounts for that.
+    certain = smallest_p(len(values)) <= LEVEL and (low < high or p <= LEVEL)
     return Difference(
         seeds=seeds,
         values=values,

@@ -261,6 +261,19 @@ def test_recording_runs_compiled_code_uncompiled() -> None:
     assert graphs() == before
 
 
+def test_recording_inside_compiled_code_breaks_the_graph() -> None:
+    drop = inject(model := Net(), Dropout(0.4), layers="inner")
+
+    def step(x: Tensor) -> tuple[Tensor, float]:
+        with drop.recording(last=0) as m:
+            y: Tensor = model(x)
+        return y, m.totals.dropped
+
+    y, dropped = torch.compile(step)(X)
+    assert zero_fraction(y) == pytest.approx(dropped)
+    assert dropped == pytest.approx(0.4, abs=bound("Dropout"))
+
+
 def test_first_import_of_the_compiler_inside_recording_breaks_the_graph() -> None:
     """Then `recording()` could not tell the compiler to stand back. Here the stance is set back instead."""
     drop = inject(model := Net(), Dropout(0.4), layers="inner")

@@ -77,7 +77,8 @@ class TestSchedules:
             model = copy.deepcopy(model)
         if how == "stopped following":
             drop.follow(None)
-        with pytest.warns(HookdropWarning, match="is still at step 1 of LinearSchedule"):
+        why = "it follows an optimizer" if how == "another optimizer" else "its schedule is not advancing"
+        with pytest.warns(HookdropWarning, match=f"is still at step 1 of LinearSchedule.*: {why}"):
             optimize(model, 2 * UPDATES_BEFORE_WARNING)
 
     def test_finished_schedule_does_not_warn(self) -> None:
@@ -344,6 +345,15 @@ def test_drop_path_on_whole_blocks_warns(model: Small, images: torch.Tensor) -> 
     (warning,) = [text for text in drafted.warnings if "whole residual block" in text]
     assert warning.startswith("DropPath at 'layer1.0': the output includes the input")
     assert warning.endswith("such as attn, mlp or bn3. (and 1 more site like it)")
+
+
+def test_drop_path_on_whole_blocks_with_a_projection_warns() -> None:
+    branch = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    block = toy(lambda m, x: m.branch(x) + m.skip(x), branch=branch, skip=nn.Conv2d(3, 4, 1))
+    model, x = nn.Sequential(block, nn.ReLU()), torch.ones(2, 3, 4, 4)
+    for name, warns in (("0", True), ("0.branch", False)):
+        warnings = plan(model, DropPath(0.1), layers=name, example_input=x).warnings
+        assert any("whole residual block" in text for text in warnings) == warns
 
 
 def nhwc() -> nn.Module:

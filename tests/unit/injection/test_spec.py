@@ -1,5 +1,6 @@
 """What is saved of an injection: the spec, plain values that are placed again, and the state; recipes are such values."""
 
+import copy
 import json
 import re
 from collections.abc import Sequence
@@ -142,8 +143,12 @@ class TestRoundTrip:
         assert spec == InjectionSpec(Dropout(0.1), layers="fc", schedule=LinearSchedule(steps=4))
         assert spec != InjectionSpec("Dropout(p=0.2)", layers="fc", schedule="LinearSchedule(4)")
         assert spec != spec.to_dict()
+        assert spec == InjectionSpec("Dropout(p=0.1)", layers=["fc"], schedule="LinearSchedule(4)")
+        assert InjectionSpec(Dropout(0.1), layers=nn.Linear) == InjectionSpec(
+            Dropout(0.1), layers=nn.Linear, schedule=ConstantSchedule()
+        )
         chosen = InjectionSpec("Dropout(p=0.1)", layers=lambda name, module: True)
-        assert chosen == chosen
+        assert chosen == copy.copy(chosen)
         assert chosen != InjectionSpec("Dropout(p=0.1)", layers=lambda name, module: True)
 
     def test_the_root_module(self) -> None:
