@@ -217,9 +217,10 @@ class TestDifference:
     @pytest.mark.parametrize(
         ("values", "verdict"),
         [
-            ([1.0, 1.1, 0.9, 1.2], "above"),
-            ([-1.0, -1.1, -0.9, -1.2], "below"),
-            ([-1.0, 1.1, -0.9, 1.2], UNCLEAR),
+            ([1.0, 1.1, 0.9, 1.2, 0.8, 1.0], "above"),
+            ([-1.0, -1.1, -0.9, -1.2, -0.8, -1.0], "below"),
+            ([-1.0, 1.1, -0.9, 1.2, -0.8, 1.0], UNCLEAR),
+            ([1.0, 1.1, 0.9, 1.2, 0.8], UNCLEAR),  # five pairs cannot have a p of 0.05 or less
             # Accuracies on a small test set may be equal: their interval is a point, which is no evidence.
             *(([0.125] * pairs, UNCLEAR if pairs < 6 else "above") for pairs in (1, 2, 4, 5, 6)),
         ],
