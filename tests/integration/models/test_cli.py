@@ -98,11 +98,11 @@ def test_models_are_on_the_meta_device_or_reproducible_and_keep_the_rng_state() 
 @pytest.mark.parametrize(
     ("name", "size", "text"),
     [("resnet18", size, "the input size") for size in ("big", "0", "64x", "-64", "1x3x64x64")]
-    + [("vit_tiny_patch16_224", "64", "Input height (64) doesn't match")],
+    + [("torchvision:vit_b_16", "64", "Expected 224 but got 64")],
 )
 def test_input_size_is_used_or_an_error(run: Any, run_error: Any, name: str, size: str, text: str) -> None:
-    for right, shape in ("64", "1x3x64x64"), ("3x96x64", "1x3x96x64"):
-        assert f"input {shape}" in run("layers", "resnet18", "--only", "fc", "--input-size", right)[0]
+    for other, right, shape in (("resnet18", "3x96x64", "1x3x96x64"), ("test_vit", "64", "1x3x64x64")):
+        assert f"input {shape}" in run("layers", other, "--only", "**", "--input-size", right)[0]
     assert text in run_error("layers", name, f"--input-size={size}")
 
 
