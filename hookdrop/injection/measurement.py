@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -143,21 +143,22 @@ def measured_into(sinks: Sequence[RateSink], record: Record) -> Iterator[None]:
     for live in lives:
         live.observe = live.observe or Observers()
         live.observe.append(record)
+    stance = ExitStack()
     try:
-        with ExitStack() as stack:
-            with suppress(RuntimeError):
-                stack.enter_context(_UNCOMPILED.call())
-            stack.enter_context(observed_into(own, record) if own else nullcontext())
+        _BEGIN.call(stance)
+        with observed_into(own, record) if own else nullcontext():
             yield
     finally:
+        _END.call(stance)
         for live in lives:
             live.observe.remove(record)
             live.observe = live.observe or None
 
 
-_UNCOMPILED = GraphBreak(
-    uncompiled, "recording() runs compiled code uncompiled.\n  open it outside of the compiled function."
-)
+# PyTorch forbids a change of the stance in compiled code, so that it happens outside of the graph.
+_REASON = "recording() runs compiled code uncompiled.\n  open it outside of the compiled function."
+_BEGIN = GraphBreak(lambda stance: stance.enter_context(uncompiled()), _REASON)
+_END = GraphBreak(ExitStack.close, _REASON)
 
 
 class Observers(list[Record]):

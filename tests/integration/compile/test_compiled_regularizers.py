@@ -272,6 +272,9 @@ def test_recording_inside_compiled_code_breaks_the_graph() -> None:
     y, dropped = torch.compile(step)(X)
     assert zero_fraction(y) == pytest.approx(dropped)
     assert dropped == pytest.approx(0.4, abs=bound("Dropout"))
+    before = graphs()
+    compiled(model)(X)
+    assert graphs() > before, "compiled as before"
 
 
 def test_first_import_of_the_compiler_inside_recording_breaks_the_graph() -> None:
