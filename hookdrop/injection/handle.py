@@ -287,6 +287,8 @@ class Injection:
             state.live.follower = Follower(
                 inner, self._only([state])._advance, partial(progress.note_first_step, state)
             )
+            if state.live.update_counter is not None:  # earlier updates say nothing about this optimizer
+                state.live.update_counter.updates_since_step = 0
         return self
 
     def _advance(self, n: int = 1) -> None:

@@ -211,5 +211,5 @@ class TestErrors:
         assert not find(made.model)
 
     def test_a_setting_that_a_checkpoint_cannot_hold(self) -> None:
-        with pytest.raises(StateError, match="layers=<class '(?s:.)*cannot be saved: use a string"):
+        with pytest.raises(StateError, match="layers=<class '(?s:.)*cannot be saved"):
             InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers=nn.Linear))
