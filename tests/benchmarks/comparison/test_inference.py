@@ -231,7 +231,8 @@ class TestDifference:
         assert (found.mde is None) == (found.seeds_for_half is None) == (len({*values}) == 1)
 
 
-STORED = sorted((ROOT / "benchmarks" / "results").glob("*/summary.json"))
+COMPARISONS = sorted(path.stem for path in (ROOT / "benchmarks" / "configs").glob("*.yaml"))
+STORED = [path for name in COMPARISONS if (path := ROOT / "benchmarks" / "results" / name / "summary.json").exists()]
 EXACT = ("seeds", "values", "p", "p_smallest", "p_holm", "seeds_for_half", "verdict")
 CLOSE = ("mean", "low", "high", "mde")
 
