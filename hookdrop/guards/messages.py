@@ -122,14 +122,9 @@ MESSAGES = {
     ),
     "not_advancing": (
         "{it.name!r} is still at step {it.state.step_count} of {it.state.schedule}: its schedule is not advancing, "
-        "because nothing calls step(), seek() or follow().\n"
+        "because {it.why}.\n"
         "  after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   "
         "or: drop.seek(global_step)"
-    ),
-    "other_optimizer": (
-        "{it.name!r} is still at step {it.state.step_count} of {it.state.schedule}: it follows an optimizer that does "
-        "not step, while the weights are updated by another.\n"
-        "  follow the one that trains the model: drop.follow(optimizer)"
     ),
     "too_fast": (
         "{it.name!r}: its schedule advanced {it.state.live.moves} times during {it.updates} updates of the weights, so "

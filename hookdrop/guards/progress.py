@@ -27,7 +27,7 @@ from hookdrop.hooks.state import InjectionState, States
 from hookdrop.hooks.updates import UPDATES_BEFORE_WARNING, UpdateCounter, trains_hooked_model
 from hookdrop.utils.torch_internals import children_of
 
-PROGRESS = ("optimizer_gone", "not_advancing", "other_optimizer", "too_fast", "too_slow", "ended_early", "restarted")
+PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "too_slow", "ended_early", "restarted")
 MOST_EPOCHS = 100  # a schedule that ends after so few steps may be one that counts epochs
 
 
@@ -53,6 +53,8 @@ class Progress:
         can_advance = state.step_count < end if end is not None else not (live.was_stepped or state.followed)
         self._due = can_advance and not live.has_lost_all_hooks
         self._end = end or 0
+        idle = "the optimizer that it follows does not step"
+        self.why = idle if state.followed else "nothing calls step(), seek() or follow()"
 
     @property
     def optimizer_gone(self) -> bool:
@@ -65,16 +67,8 @@ class Progress:
         state = self.state
         idle = self.trained and not state.live.was_stepped and not state.followed
         idle = idle and (state.step_count == 0 or self._since_step > 0)
-        return self._due and not self._gone and not state.followed and (bool(idle) or self._waited)
-
-    @property
-    def other_optimizer(self) -> bool:
-        """The same, while the schedule follows an optimizer."""
-        return self._due and bool(self.state.followed) and self._waited
-
-    @property
-    def _waited(self) -> bool:
-        return self._since_step > UPDATES_BEFORE_WARNING and "too_slow" not in self.state.warned_kinds
+        waited = self._since_step > UPDATES_BEFORE_WARNING and "too_slow" not in state.warned_kinds
+        return self._due and not self._gone and (bool(idle) or waited)
 
     @property
     def too_fast(self) -> bool:

@@ -77,8 +77,8 @@ class TestSchedules:
             model = copy.deepcopy(model)
         if how == "stopped following":
             drop.follow(None)
-        why = "it follows an optimizer" if how == "another optimizer" else "its schedule is not advancing"
-        with pytest.warns(HookdropWarning, match=f"is still at step 1 of LinearSchedule.*: {why}"):
+        why = "the optimizer that it follows" if how == "another optimizer" else "nothing calls step"
+        with pytest.warns(HookdropWarning, match=f"is still at step 1 of LinearSchedule.*because {why}"):
             optimize(model, 2 * UPDATES_BEFORE_WARNING)
 
     def test_finished_schedule_does_not_warn(self) -> None:
