@@ -159,8 +159,6 @@ class InjectionSpec:
         except StateError:  # of a regularizer that has no text
             return False
 
-    __hash__ = None  # type: ignore[assignment]  # like lists and dicts, which it may hold
-
     @property
     def is_relative(self) -> bool:
         """Whether the schedule has fractions of the training, so that `inject` needs `total_steps`."""
