@@ -21,6 +21,7 @@ try:
     from comparison.analysis import text
     from comparison.analysis.schema import Summary
     from comparison.analysis.summary import Costs, summarize
+    from comparison.analysis.verdict import verdict
     from comparison.engines import local, ray
     from comparison.engines.store import Folder, StoreError, replace_file
     from comparison.engines.work import EngineError, Runner
@@ -122,7 +123,8 @@ def _report(summary: Summary, folder: Folder, seconds: float) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     for cell in summary.cells:
         console.print(table(cell))
-        print("\n".join([text.verdict(cell), *text.notes(cell), *text.control_sentences(cell), ""]))
+        limits = text.sentences(cell, "notes", "controls")
+        print(*text.sentences(cell, "cautions"), verdict(cell), *limits, "", sep="\n")
     for failure in summary.failures:
         print(f"FAILED: {failure.cell}, {failure.arm}, seed {failure.seed}: {failure.kind}: {failure.message}")
     # A partial comparison must not overwrite the complete report.

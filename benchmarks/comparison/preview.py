@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from comparison.analysis.inference import LEVEL, detectable, smallest_p
+from comparison.analysis.inference import detectable, pairs_needed, smallest_p
+from comparison.analysis.schema import LEVEL
 from comparison.analysis.text import plural
 from comparison.data.catalog import check
 from comparison.engines.store import Store
@@ -94,8 +95,7 @@ def outlook(study: Study, store: Store, workers: int) -> str:
         f"smallest p after Holm's correction over {plural(arms, 'arm')} is {smallest:.2g}."
     )
     if smallest > LEVEL:
-        needed = next(more for more in range(pairs, 100) if arms * smallest_p(more) <= LEVEL)
-        lines.append(f"No difference can be significant at 5 %: use --seeds {needed} or more.")
+        lines.append(f"No difference can be significant at 5 %: use --seeds {pairs_needed(arms)} or more.")
     return "\n".join(lines)
 
 

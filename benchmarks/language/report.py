@@ -10,15 +10,15 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from comparison.analysis import text
 from comparison.analysis.inference import RunMetric, difference, holm_corrected
 from comparison.analysis.intervals import IMAGE_RESAMPLES, resamples
-from comparison.analysis.schema import Difference
+from comparison.analysis.schema import LEVEL, Difference
 from comparison.engines.store import replace_file
-from comparison.report import figures
+from comparison.report import figures, page
 from language.arms import MODELS, NONE
 
 ZERO, OTHER = "p = 0 injected", "none with other seeds"
@@ -30,7 +30,8 @@ Records = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 def write(records: Records, tuned: Mapping[tuple[str, str], tuple[float, float]], out: Path) -> int:
     """Write both files. Return 1 if a control does not hold."""
-    cells = [_cell(records, model, test) for model, test in _cells(records)]
+    pairs = dict.fromkeys((model, test) for (model, _, _), record in records.items() for test in record["paragraphs"])
+    cells = [_cell(records, *pair) for pair in pairs]
     first = next(iter(records.values()))
     summary = {
         "seconds": sum(record["seconds"] for record in records.values()),
@@ -43,12 +44,6 @@ def write(records: Records, tuned: Mapping[tuple[str, str], tuple[float, float]]
     replace_file(out / "summary.json", json.dumps(summary, indent=1).encode())
     replace_file(out / "report.html", render(summary).encode())
     return 0 if all(one["holds"] for one in summary["controls"].values()) else 1
-
-
-def _cells(records: Records) -> list[tuple[str, str]]:
-    return list(
-        dict.fromkeys((model, test) for (model, _, _), record in records.items() for test in record["paragraphs"])
-    )
 
 
 def _cell(records: Records, model: str, test: str) -> dict[str, Any]:
@@ -106,24 +101,23 @@ def _ends(records: Records, model: str, arm: str, seed: int) -> Any:
 
 def render(summary: Mapping[str, Any]) -> str:
     """The report as HTML: for each cell a verdict, the picture, the table; then curves, settings and controls."""
-    here = Path(__file__).parent
-    loader = FileSystemLoader([here, here.parent / "comparison" / "report"])
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment = text.environment(Path(__file__).parent, autoescape=True)
     views = [_view(index, cell) for index, cell in enumerate(summary["cells"])]
-    style = Markup((here.parent / "comparison" / "report" / "style.css").read_text(encoding="utf-8"))
+    style = Markup((page.HERE / "style.css").read_text(encoding="utf-8"))
     return environment.get_template("page.html.j2").render(summary=summary, cells=views, style=style)
 
 
 def _view(index: int, cell: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: Difference(**one) for name, one in cell["differences"].items()}
     ranked = dict(sorted(found.items(), key=lambda item: item[1].mean))
-    better = [name for name, one in ranked.items() if one.high < -SMALLEST and one.p_holm <= 0.05]
+    arms = {name: one for name, one in ranked.items() if name != OTHER}
+    better = [name for name, one in arms.items() if one.high < -SMALLEST and one.p_holm <= LEVEL]
     return {
         **cell,
         "differences": ranked,
         "better": better,
-        "smallest": SMALLEST,
-        "picture": figures.differences(ranked, "nll", f"c{index}", NONE),
+        "worse": [name for name, one in arms.items() if one.called("nll") == "worse"],
+        "picture": figures.differences({arm: {"nll": one} for arm, one in ranked.items()}, f"c{index}", NONE, [OTHER]),
         "lines": _curves(cell["curves"], f"l{index}"),
     }
 

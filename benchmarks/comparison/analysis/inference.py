@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ from scipy.stats import nct, permutation_test
 from scipy.stats import t as student
 
 from comparison.analysis.intervals import IMAGE_RESAMPLES, over_both, over_seeds, resamples, standard_error
-from comparison.analysis.schema import METRICS, UNCLEAR, Difference, Metric
+from comparison.analysis.schema import LEVEL, METRICS, UNCLEAR, Difference, Metric
 from comparison.run.metrics import BINS, bin_of
 from comparison.run.record import Record
 
-LEVEL, POWER = 0.05, 0.8
+POWER = 0.8
 EXACT_PAIRS, RANDOM_FLIPS = 20, 100_000
 """Maximum number of pairs for the exact test with all sign flips, and the number of random ones with more pairs."""
 
@@ -111,11 +112,13 @@ def smallest_p(pairs: int) -> float:
     return min(1.0, 2.0 ** (1 - pairs)) if pairs <= EXACT_PAIRS else 2 / (1 + RANDOM_FLIPS)
 
 
-def holm(ps: Sequence[float]) -> list[float]:
-    """Holm's step-down adjusted p-values, which control the family-wise error rate.
+def pairs_needed(differences: int) -> int:
+    """The smallest number of pairs with which one of the differences can be significant after Holm's correction."""
+    return next(pairs for pairs in count(1) if differences * smallest_p(pairs) <= LEVEL)
 
-    `multipletests` of statsmodels 0.15 collects the garbage of the whole process in each call: most of the analysis.
-    """
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """Holm's step-down adjusted p-values (statsmodels 0.15 is slower: it collects all garbage in each call)."""
     adjusted, running = [0.0] * len(ps), 0.0
     for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         running = max(running, min(1.0, (len(ps) - rank) * ps[i]))
@@ -129,11 +132,7 @@ def more_than_chance(of_metrics: Mapping[Metric, Difference]) -> bool:
 
 
 def minimum_detectable(values: ArrayLike) -> float | None:
-    """The true difference that a two-sided paired t test at 5 % detects with 80 % power, at the observed spread.
-
-    The interval over seeds is never narrower than the t interval, so the verdict has at most 80 % power. None for a
-    single value or for equal values, which have no spread.
-    """
+    """The true difference that a two-sided paired t test at 5 % detects with 80 % power; None without spread."""
     values_S = np.asarray(values, dtype=np.float64)
     error = standard_error(values_S)
     return _noncentrality(len(values_S)) * error if error else None
@@ -142,7 +141,7 @@ def minimum_detectable(values: ArrayLike) -> float | None:
 def pairs_for_half(pairs: int) -> int:
     """The number of pairs that halves `minimum_detectable` at the same spread, given `pairs` (at least 2)."""
     return pairs + bisect_left(
-        range(pairs, 8 * pairs), True, key=lambda count: detectable(count) <= detectable(pairs) / 2
+        range(pairs, 8 * pairs), True, key=lambda more: detectable(more) <= detectable(pairs) / 2
     )
 
 

@@ -1,27 +1,4 @@
-"""95 % bootstrap intervals of the mean paired difference: over seeds, and over seeds and test images.
-
-With few seeds, the choice of the bootstrap matters. The table shows the coverage in percent over 2,000 simulated
-comparisons. `tests/benchmarks/comparison/test_inference.py` checks the last three columns; the first two are methods
-of `scipy.stats.bootstrap`:
-
-    differences seeds percentile  BCa  bootstrap-t Student t  ours
-    normal         4      80.2      80.8      94.8      94.8      97.1
-    normal         8      87.4      87.2      93.8      94.7      95.9
-    normal        16      91.1      91.1      94.5      94.8      95.6
-    skewed         4      74.2      74.4      93.1      87.1      94.5
-    skewed         8      84.0      84.8      94.2      89.8      94.5
-    skewed        16      88.2      89.2      94.2      91.0      95.2
-    log-normal     4      67.2      68.5      89.9      81.7      91.6
-    log-normal     8      76.4      78.2      88.8      82.0      89.2
-    log-normal    16      82.8      84.8      92.0      84.9      92.7
-
-Percentile and BCa intervals undercover: they cannot leave the range of the differences, which does not contain the
-truth in 1 of 8 comparisons with 4 normal seeds. The bootstrap-t, which resamples mean / standard error, has no finite
-limits with 2 or 3 seeds or with many ties (accuracies on a small test set), and is sometimes narrower than Student's t
-interval. Our limits are those of the bootstrap-t, but never inside the t interval (on which the minimum detectable
-effect is based), and at most `WIDEST` times as wide. With tails as long as the log-normal's, even these intervals
-undercover.
-"""
+"""95 % bootstrap intervals of the mean paired difference; `benchmarks/README.md` lists their coverage and others'."""
 
 from __future__ import annotations
 
@@ -58,9 +35,7 @@ def over_both(values: ArrayLike, resampled_SB: NDArray[np.float64]) -> Interval:
 
     Seeds and images are resampled independently, with the same images in all runs (crossed, as in Owen 2007). Each
     resampled mean is divided by its standard error over the resampled seeds and over the image bootstrap. This counts
-    the seed-image interaction twice, so the interval is conservative. With 4, 8 or 16 seeds and normal differences,
-    the coverage is 93 to 99 %, whether seeds or images dominate; if images dominate, intervals over seeds alone cover
-    only 11 to 50 % (`TestCoverage` checks both with wide bounds).
+    the seed-image interaction twice, so the interval is conservative.
 
     Args:
         values: The differences on all images, of shape (S,).

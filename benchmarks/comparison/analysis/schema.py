@@ -14,7 +14,10 @@ SHORT: dict[Metric, str] = {"accuracy": "Accuracy", "nll": "NLL", "ece": "ECE"}
 TITLES: dict[Metric, str] = {"accuracy": "Accuracy, %", "nll": "NLL, nats", "ece": "ECE, %"}
 BETTER: dict[Metric, int] = {"accuracy": 1, "nll": -1, "ece": -1}  # 1 if higher is better, -1 if lower is
 DECIMALS: dict[Metric, int] = {"accuracy": 2, "nll": 3, "ece": 2}
+LEVEL = 0.05  # of all tests
 UNCLEAR: Literal["cannot be distinguished"] = "cannot be distinguished"
+NO_CALL: Literal["no clear difference"] = "no clear difference"
+Call = Literal["better", "worse", "no clear difference"]
 
 
 def without_commas(name: str) -> str:
@@ -49,16 +52,13 @@ class Difference(Part):
     mde: float | None
     """Minimum detectable effect: detected with 80 % power at 5 %, two-sided, at the observed spread; None without."""
     seeds_for_half: int | None  # the number of pairs that would halve `mde`
-    verdict: Literal["above", "below", "cannot be distinguished"]  # from the interval over seeds
+    verdict: Literal["above", "below", "cannot be distinguished"]  # from the interval over seeds, not corrected
 
-    @property
-    def clear(self) -> bool:
-        """Whether the verdict distinguishes `a` from `b`."""
-        return self.verdict != UNCLEAR
-
-    def better(self, metric: Metric) -> bool:
-        """Whether `a` is better, if the verdict is clear."""
-        return (self.verdict == "above") == (BETTER[metric] > 0)
+    def called(self, metric: Metric) -> Call:
+        """Whether `a` is better: p after the correction decides, and its uncorrected interval must exclude 0 too."""
+        if self.verdict == UNCLEAR or self.p_holm > LEVEL:
+            return NO_CALL
+        return "better" if (self.verdict == "above") == (BETTER[metric] > 0) else "worse"
 
 
 class Spread(Part):
@@ -67,6 +67,12 @@ class Spread(Part):
     low: float
     median: float
     high: float
+
+    def called(self, noise: float) -> Call:
+        """Whether a time is better than 1: if its quartiles exclude 1, and its median differs by more than `noise`."""
+        if self.low <= 1 <= self.high or abs(self.median - 1) <= noise:
+            return NO_CALL
+        return "better" if self.median < 1 else "worse"
 
 
 class ArmSummary(Part):
@@ -140,6 +146,13 @@ class Cell(Part):
     varied: list[str] = ["training set", "weights", "batch order", "augmentation", "masks"]  # between seeds
     remarks: list[str] = []  # notes on the data, such as that all seeds train on the same images
     fit: tuple[float, float] | None = None  # mean training loss of the runs of none, of the first step and last epoch
+    chance: float | None = None  # accuracy of always answering the most frequent class of the test images, in percent
+
+    @property
+    def time_noise(self) -> float | None:
+        """The largest quartile deviation from 1 of the times of the controls, which do what none does; None without."""
+        times = [arm.time for arm in self.arms if arm.kind == "control" and arm.time]
+        return max((max(1 - one.low, one.high - 1) for one in times), default=None)
 
 
 class FailedRun(Part):

@@ -13,17 +13,7 @@ from scipy.stats import sem
 from scipy.stats import t as student
 
 from comparison.analysis.pairs import PairedArm, by_test_set, contrasts, controls, differences, paired, paired_metrics
-from comparison.analysis.schema import (
-    METRICS,
-    ArmSummary,
-    Cell,
-    Difference,
-    Environment,
-    FailedRun,
-    Metric,
-    Spread,
-    Summary,
-)
+from comparison.analysis.schema import METRICS, ArmSummary, Cell, Environment, FailedRun, Metric, Spread, Summary
 from comparison.run.record import Record
 from comparison.spec.run_spec import Run
 from comparison.spec.study import Entry
@@ -67,9 +57,9 @@ def _cell(
     against = differences(arms, metrics)
     outcomes = [outcome for arm in arms for outcome in arm.outcomes]
     runs = [run for arm in arms for run in arm.entry.runs.values()]
-    sizes = {"steps": "steps", "train_images": "train_images", "test_images": "scored_images"}
-    sizes |= {"skipped_images": "skipped_images"}
+    sizes = {"test_images": "scored_images"} | {one: one for one in ("steps", "train_images", "skipped_images")}
     sets = ["training set"] if any(run.data.train_size for run in runs) else []
+    labels = [run.images["label"] for run in arms[0].finished.values() if "label" in run.images]
     fits = [(one["first_loss"], one["train_loss"][-1]) for one in arms[0].outcomes]
     augmented = ["augmentation"] if any(run.data.augmentation != "none" for run in runs) else []
     return Cell(
@@ -82,6 +72,7 @@ def _cell(
         varied=[*sets, "weights", "batch order", *augmented, "masks"],
         remarks=remarks,
         fit=tuple(np.mean(fits, axis=0).tolist()) if fits else None,
+        chance=max((100 * float(np.bincount(one).max() / len(one)) for one in labels), default=None),
     )
 
 
@@ -94,9 +85,7 @@ def _failures(records: Mapping[str, Record]) -> list[FailedRun]:
     ]
 
 
-def summarize_arm(
-    arm: PairedArm, against_none: dict[Metric, Difference] | None, costs: tuple[Spread, Spread] | None
-) -> ArmSummary:
+def summarize_arm(arm: PairedArm, against_none: Any, costs: tuple[Spread, Spread] | None) -> ArmSummary:
     """Summarize the finished runs of an arm."""
     entry, runs = arm.entry, arm.outcomes
     first: Any = runs[0] if runs else {}
@@ -112,7 +101,7 @@ def summarize_arm(
         runs=len(runs),
         asked=_mean([run["asked"] for run in runs]),
         dropped=_mean(dropped),
-        dropped_half=half_width(dropped),
+        dropped_half=float(student.ppf(0.975, len(dropped) - 1) * sem(dropped)) if len(dropped) > 1 else None,
         rate_at_end=_mean([run["rate_at_end"] for run in runs]),
         values=values,
         seeds=list(arm.finished),
@@ -124,11 +113,6 @@ def summarize_arm(
         time=costs and costs[0],
         memory=costs and costs[1],
     )
-
-
-def half_width(values: Sequence[float]) -> float | None:
-    """Half-width of the 95 % t interval of the mean; None for fewer than two values."""
-    return float(student.ppf(0.975, len(values) - 1) * sem(values)) if len(values) > 1 else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from comparison.analysis import text
-from comparison.analysis.schema import DECIMALS, METRICS, SHORT, ArmSummary, Cell, Metric, Summary
+from comparison.analysis.schema import DECIMALS, SHORT, Cell, Summary
+from comparison.analysis.text import sentences
+from comparison.analysis.verdict import verdict
 from comparison.report import figures
-from comparison.report.table import rows
+from comparison.report.table import COLUMNS, row
 
 HERE = Path(__file__).parent
 ABSENT = "–"
@@ -28,11 +29,9 @@ def write(summary: Summary, path: Path) -> None:
 
 def render(summary: Summary) -> str:
     """Render the report as HTML."""
-    settings = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=FileSystemLoader(HERE), **settings)  # type: ignore[arg-type]
-    environment.filters |= {"count": text.plural, "number": number, "probability": probability}
-    environment.filters |= {"limits": limits, "settings": listed}
-    environment.globals |= {"short": SHORT, "decimals": DECIMALS}
+    environment = text.environment(HERE, autoescape=True)
+    environment.filters |= {"number": number, "probability": probability, "settings": listed}
+    environment.globals |= {"short": SHORT, "decimals": DECIMALS, "limits": text.limits}
     cells = [CellView(i, cell) for i, cell in enumerate(summary.cells)]
     style = Markup((HERE / "style.css").read_text(encoding="utf-8"))
     created = datetime.fromisoformat(summary.created).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -45,30 +44,17 @@ class CellView:
 
     def __init__(self, index: int, cell: Cell) -> None:
         self.cell, self.id = cell, f"cell{index + 1}"
-        self.verdict, self.notes = text.verdict(cell), list(text.notes(cell))
-        self.arms = ranked(cell)
-        self.table = rows(self.arms)
-        self.controls = list(text.control_sentences(cell))
-        self.failed = [question for question, holds, _ in text.controls(cell) if holds is False]
-        compared = {arm.name: arm.against_none for arm in self.arms if arm.against_none}
-        self.against = [(name, metric, of[metric]) for name, of in compared.items() for metric in METRICS]
-        self.between = [(f"{pair.a} − {pair.b}", pair.metric, pair.difference) for pair in cell.between]
-        self.pictures = [
-            figures.differences(
-                {name: of[metric] for name, of in compared.items()}, metric, f"{self.id}-{metric}", cell.arms[0].name
-            )
-            for metric in (METRICS if compared else ())
-        ]
-
-
-def ranked(cell: Cell) -> list[ArmSummary]:
-    """Regularizers by accuracy, then references and controls."""
-
-    def rank(arm: ArmSummary) -> tuple[bool, bool, float]:
-        mean = arm.against_none["accuracy"].mean if arm.against_none else 0.0
-        return not arm.compared, not math.isfinite(mean), -mean
-
-    return sorted(cell.arms, key=rank)
+        self.verdict, self.cautions, self.notes = verdict(cell), sentences(cell, "cautions"), sentences(cell, "notes")
+        # Variants by accuracy, then references and controls.
+        means = {name: of["accuracy"].mean for name, of in text.compared(cell).items()}
+        self.arms = sorted(cell.arms, key=lambda arm: (not arm.compared, -means.get(arm.name, 0.0)))
+        self.columns, self.rows = COLUMNS, [row(arm) for arm in self.arms]
+        self.controls = sentences(cell, "controls")
+        controls = {arm.name for arm in self.arms if not arm.compared}
+        found = {arm.name: arm.against_none for arm in self.arms if arm.against_none}
+        self.against = [(name, *of_metric, name in controls) for name, of in found.items() for of_metric in of.items()]
+        self.between = [(f"{pair.a} − {pair.b}", pair.metric, pair.difference, False) for pair in cell.between]
+        self.picture = found and figures.differences(found, self.id, cell.arms[0].name, controls)
 
 
 def number(value: float | None, decimals: int = 2, sign: str = "") -> str:
@@ -79,11 +65,6 @@ def number(value: float | None, decimals: int = 2, sign: str = "") -> str:
 def probability(p: float) -> str:
     """Format a p-value with three decimals, or two significant digits below 0.001."""
     return number(p, 3) if not p < 0.001 else f"{p:.1e}".replace("e-0", "e-").replace("-", "−")
-
-
-def limits(interval: Sequence[float], metric: Metric) -> str:
-    """Format an interval."""
-    return f"[{', '.join(number(limit, DECIMALS[metric], '+') for limit in interval)}]"
 
 
 def listed(values: Mapping[str, Any]) -> str:

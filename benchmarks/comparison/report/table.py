@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import pandas as pd
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from comparison.analysis.schema import DECIMALS, METRICS, ArmSummary, Cell, Metric
-from comparison.analysis.text import interval_text
+from comparison.analysis.text import interval_text, times
 from comparison.run.record import Record
 
 WIDTH, LINES, NOTHING = 130, 10, "-"
 COLUMNS = (
     *("arm", "rate\n", "asked\n", "dropped\n± 95 %", "accuracy\n%", "NLL\nnats", "ECE\n%"),
-    *("accuracy - none\n[95 %], points", "NLL - none\n[95 %], nats", "Holm's p\nacc. / NLL", "time\n/ none"),
+    *("accuracy - none\n[95 %], points", "NLL - none\n[95 %], nats"),
+    *("Holm's p\nacc./NLL", "time / none\n[25-75 %]"),
 )
 DIFFERENCES: tuple[Metric, ...] = ("accuracy", "nll")
-
-
-def rows(arms: Sequence[ArmSummary]) -> pd.DataFrame:
-    """A row for each arm."""
-    return pd.DataFrame([_row(arm) for arm in arms], columns=COLUMNS)
 
 
 def table(cell: Cell) -> Table:
@@ -34,26 +29,28 @@ def table(cell: Cell) -> Table:
     shown.add_column(COLUMNS[0], overflow="fold", min_width=20)
     for column in COLUMNS[1:]:
         shown.add_column(column, justify="right", no_wrap=True)
-    for _, row in rows(cell.arms).iterrows():
-        shown.add_row(*map(escape, row))
+    for arm in cell.arms:
+        shown.add_row(*map(escape, row(arm)))
     return shown
 
 
-def _row(arm: ArmSummary) -> list[str]:
+def row(arm: ArmSummary) -> list[str]:
+    """The row of an arm."""
+
     def number(value: float | None, form: str) -> str:
         return NOTHING if value is None or not math.isfinite(value) else format(value, form)
 
     found = [arm.against_none[metric] for metric in DIFFERENCES] if arm.against_none else []
-    intervals = [interval_text(one, of).replace(" ", "\n", 1) for one, of in zip(found, DIFFERENCES, strict=False)]
+    texts = [interval_text(*one, arm.kind == "control") for one in zip(found, DIFFERENCES, strict=False)]
     return [
         arm.name,
         number(arm.rate_at_end, ".3g"),
         number(arm.asked, ".3f"),
         number(arm.dropped, ".3f") + ("" if arm.dropped_half is None else f" ± {arm.dropped_half:.3f}"),
         *(number(arm.means.get(metric), f".{DECIMALS[metric]}f") for metric in METRICS),
-        *(intervals or [NOTHING] * 2),
-        " / ".join(f"{one.p_holm:.3f}" for one in found if arm.compared) or NOTHING,
-        f"{arm.time.median:.2f}x" if arm.time else NOTHING,
+        *([one.replace(" ", "\n", 1) for one in texts] or [NOTHING] * 2),
+        " /\n".join(f"{one.p_holm:.3f}" for one in found if arm.compared) or NOTHING,
+        times(arm.time).replace(" ", "\n", 1) if arm.time else NOTHING,
     ]
 
 

@@ -63,8 +63,8 @@ class Record:
     spec: Mapping[str, Any]  # Run.model_dump(mode="json")
     outcome: Outcome | None = None  # None if the run failed
     images: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """For each scored image: `correct` (bool), `nll` and `confidence` (float32), and with several test sets the index
-    `test_set` (int64); each of shape (N,)."""
+    """For each scored image: `correct` (bool), `nll` and `confidence` (float32), its `label` (int64; not in old files),
+    and with several test sets the index `test_set` (int64); each of shape (N,)."""
     failure: Failure | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
     started: str = ""  # ISO 8601, UTC

@@ -126,6 +126,7 @@ def _outcome(
         "scored_images": len(scored),
         "skipped_images": len(task.skipped),
     }
-    if not test_sets:
-        return outcome, scores.images
-    return outcome, {**scores.images, "test_set": torch.stack(list(test_sets.values())).int().argmax(0).numpy()}
+    images = {**scores.images, "label": task.labels_N[scored].numpy()}
+    if test_sets:
+        images["test_set"] = torch.stack(list(test_sets.values())).int().argmax(0).numpy()
+    return outcome, images

@@ -46,8 +46,6 @@ tuning: {seeds: 1, space: {p: [0.1, 0.3], weight_decay: [0.1]}, space_none: {wei
 
 
 ARMS = ["none", "DropBlock", "timm.DropPath (equal p)", "none (other seeds)", "p = 0 (A/A)"]
-
-
 TRIALS, FINALS = 2 * 2, 5 * 2
 
 
