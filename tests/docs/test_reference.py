@@ -61,7 +61,6 @@ ARMS = {
     "finetune": ("UniformNoise", "MixStyle", "stochastic_depth"),
 }
 
-
 COSTS = json.loads((ROOT / "benchmarks" / "results" / "costs.json").read_text())["methods"]
 
 

@@ -19,8 +19,7 @@ Percentile and BCa intervals undercover: they cannot leave the range of the diff
 truth in 1 of 8 comparisons with 4 normal seeds. The bootstrap-t, which resamples mean / standard error, has no finite
 limits with 2 or 3 seeds or with many ties (accuracies on a small test set), and is sometimes narrower than Student's t
 interval. Our limits are those of the bootstrap-t, but never inside the t interval (on which the minimum detectable
-effect is based), and at most `WIDEST` times as wide. With tails as long as the log-normal's, even these intervals
-undercover.
+effect is based), and at most `WIDEST` times as wide. With tails like the log-normal's, even these undercover.
 """
 
 from __future__ import annotations

