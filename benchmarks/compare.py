@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import packages  # noqa: F401
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,33 +15,31 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 
-try:
-    from rich.console import Console
+from comparison.spec import options
 
-    from comparison import costs, preview
-    from comparison.analysis import text
-    from comparison.analysis.schema import Summary
-    from comparison.analysis.summary import Costs, summarize
-    from comparison.analysis.verdict import verdict
-    from comparison.engines import local, ray
-    from comparison.engines.store import Folder, StoreError, replace_file
-    from comparison.engines.work import EngineError, Runner
-    from comparison.report import page
-    from comparison.report.table import WIDTH, progress, table
-    from comparison.run.record import Record
-    from comparison.spec import options
-    from comparison.spec.run_spec import ConfigError
-    from comparison.spec.study import Entry, Study
-except ModuleNotFoundError as error:
-    raise SystemExit(
-        f"compare.py: {error.name} is not installed.\n  install what it needs: pip install -e '.[compare]'\n"
-        "Nothing was trained."
-    ) from None
+if __name__ == "__main__":
+    options.parse(None, __doc__)  # before the other imports, so that --help needs no package
+
+from rich.console import Console
+
+from comparison import costs, preview
+from comparison.analysis import text
+from comparison.analysis.schema import Summary
+from comparison.analysis.summary import Costs, summarize
+from comparison.analysis.verdict import verdict
+from comparison.engines import local, ray
+from comparison.engines.store import Folder, StoreError, replace_file
+from comparison.engines.work import EngineError, Runner
+from comparison.report import page
+from comparison.report.table import WIDTH, progress, table
+from comparison.run.record import Record
+from comparison.spec.run_spec import ConfigError
+from comparison.spec.study import Entry, Study
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, compare and report. Return 1 if a run failed or a control does not hold, 2 if the request is invalid."""
-    args = options.parse(argv, (__doc__ or "").partition(":")[0])
+    args = options.parse(argv, __doc__)
     try:
         if args.report:
             page.write(Summary.model_validate_json(args.report.read_text()), args.report.with_name("report.html"))
@@ -74,18 +73,11 @@ def _compare(args: argparse.Namespace) -> int:
         entries = study.entries(trainer.tune(study.searches()))
         # Seed by seed, so that an interrupted comparison has complete pairs.
         trainer.ensure([entry.runs[seed] for seed in entries[0].runs for entry in entries], "Final runs")
-        summary = summarize(
-            entries,
-            trainer.requested,
-            _costs(entries, trainer.requested, config.timing),
-            found.remarks,
-            title=config.title,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            command=args.command,
-            config=written,
-            seeds=config.seeds,
-            notes=_partial_note(study),
-        )
+        measured = _costs(entries, trainer.requested, config.timing)
+        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        info = {"title": config.title, "created": created, "command": args.command, "config": written}
+        info |= {"seeds": config.seeds, "notes": _partial_note(study)}
+        summary = summarize(entries, trainer.requested, measured, found.remarks, **info)
         return _report(summary, folder, time.perf_counter() - started)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import packages  # noqa: F401
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path

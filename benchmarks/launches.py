@@ -1,12 +1,13 @@
 """Count the kernel launches of a forward on a GPU, and their memory traffic: `python benchmarks/launches.py`.
 
-This needs no GPU. The tensors are fake CUDA tensors, which have a shape and a device but no values. Every operation
-counts as one launch, except views and allocations. hookdrop's operators count as many as they launch, which
-tests/unit/kernels/test_triton_dropblock.py checks. Bytes are those of all tensors that an operation reads and writes.
+This needs no GPU: fake CUDA tensors have no values. Every operation counts as one launch, except views and allocations;
+hookdrop's count as many as they launch, which tests/unit/kernels/test_triton_dropblock.py checks. Bytes are those of
+all tensors that an operation reads and writes.
 """
 
 from __future__ import annotations
 
+import packages  # noqa: F401
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,11 +1,9 @@
 """Measure the overhead of idle hooks, and of placing, stepping and removing them: `python benchmarks/overhead.py`.
 
-All jobs run in one process, in a new random order each round (see timing.py), and are compared within a round. The
-hooked model and a control copy without hooks share the weights of the original model, so that only their modules
-differ. The control shows what the method reports if there is no difference.
-
-The results are medians with 95 % bootstrap intervals. Ratios characterize the code; times also depend on the machine.
-Run nothing else at the same time; the script warns if other processes often preempt the jobs.
+All jobs run in one process, in random order, and are compared within a round (see timing.py). The hooked model and a
+control copy without hooks share the weights of the original model. The control shows what the method reports if there
+is no difference. The results are medians with 95 % bootstrap intervals. Ratios characterize the code; times also depend
+on the machine. Run nothing else at the same time; the script warns if other processes often preempt the jobs.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import argparse
 import copy
 import gc
 import math
+import packages  # noqa: F401
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial

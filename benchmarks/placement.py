@@ -1,12 +1,13 @@
 """Compare the sites of the recipes with timm's own, for every timm architecture: `python benchmarks/placement.py`.
 
-Build each architecture on the meta device three times: with timm's `drop_path_rate`, with its `drop_block_rate`, and
-without either. Plan the recipes on the third model. A result is "equal" if names and rates match those of timm's own
-modules. If the model has no module at the end of a branch (ResNets), blocks and their rates are compared instead.
+Build each on the meta device with timm's `drop_path_rate`, with its `drop_block_rate`, and without; plan the recipes on
+the last. A result is "equal" if names and rates match those of timm's own modules, or, if the model has no module at
+the end of a branch (ResNets), those of blocks.
 """
 
 from __future__ import annotations
 
+import packages  # noqa: F401
 import re
 import sys
 from collections.abc import Sequence

@@ -1,22 +1,21 @@
 """Compare the speed of hookdrop with other libraries, forward and backward: `python benchmarks/speed.py`.
 
 All implementations run in one process, at the same p and block size, on the same tensors. The results are ratios of
-times within a round (see timing.py); absolute times are not compared.
-The last part measures memory and the dropped fractions.
+times within a round (see timing.py). The last part measures memory and the dropped fractions.
 
 The limit is `x * c`, forward and backward, which reads and writes each element once. Allocating memory takes most of
-its time: glibc returns large freed buffers to the system, and reusing them causes a page fault per 4 KB. Whether a call
-pays for these faults depends on the call before it. The random order distributes them evenly, and the results file
-contains the page faults of each call.
+its time: glibc returns large freed buffers to the system, and reusing them causes a page fault per 4 KB, depending on
+the call before. The random order distributes these faults evenly, and the results file counts them.
 
-Run nothing else at the same time. PyTorch's threads synchronize, so one preempted thread delays the others by a time
-slice of several milliseconds. The script warns if more than 20 % of the turns were preempted.
+Run nothing else at the same time: PyTorch's threads synchronize, so one preempted thread delays the others by several
+milliseconds. The script warns if more than 20 % of the turns were preempted.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import packages  # noqa: F401
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

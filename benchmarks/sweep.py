@@ -1,9 +1,8 @@
 """Run a list of named cases in child processes, with limits, and write a report of their records.
 
 A case is a name and a function that returns a record: a dict with `status`, one of `STATUSES`. Each record is a line
-of a journal. To resume an interrupted run, start it again with the same `--out`, and it skips what the journals there
-have; so the journals of several machines can be merged in one folder. A case that ends its process is recorded as
-crashed, and one that exceeds `--timeout` as not run.
+of a journal. An interrupted run, started again with the same `--out`, skips what the journals there have, also those of
+other machines. A case that ends its process is recorded as crashed, and one that exceeds `--timeout` as not run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Time jobs in interleaved rounds, and compute ratios of their times.
 
-Absolute times on a busy machine are unreliable; the ratio of two calls within the same second is more robust. The jobs
-therefore run in rounds, in a new random order each round, and ratios are computed within a round. Results are the
-median and the quartiles over the rounds.
+Absolute times on a busy machine are unreliable; the ratio of two calls within the same second is more robust. So jobs
+run in rounds, each in a new random order, and ratios are those within a round. Results are their median and quartiles.
 """
 
 from __future__ import annotations

@@ -3,15 +3,14 @@
 * `resnet`, `compiled`: hookdrop's DropBlock and torchvision's follow every convolution of the last two stages of a
   ResNet-50, or `--layers`; in eager mode and under `torch.compile`.
 * `vit`: ViTs that compute less, because patches are removed, or branches run on a subset of the batch.
-* `methods`: small models with each method; also the memory, which is what is saved for backward. These steps do not
-  update the weights. docs/methods/index.md has the results.
-
+* `methods`: small models with each method, without updates of the weights; also the memory saved for backward.
 Times are divided by those of the model without dropping in the same round; see timing.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import packages  # noqa: F401
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -4,14 +4,14 @@ Build a tiny model of each family with random weights, find inputs that call all
 one training step, and remove the hooks (models/check.py). families/depth.py and families/units.py check what each
 site means, such as the end of a residual branch. Nothing is downloaded.
 
-A run takes about ten minutes on two cores with `--workers 2`; sweep.py says how to resume it. It writes RECIPE.json and
-RECIPE.md.
+A run takes 10 minutes on two cores with `--workers 2`; sweep.py says how to resume it. Results: RECIPE.json, RECIPE.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import packages  # noqa: F401
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -6,7 +6,6 @@ models/check.py compares states and outputs bit for bit. Models that do not fit 
 meta device, and counted separately; `--again meta --workers 1 --memory GIB` checks them with more memory.
 
 With `--recipe NAME`, the sites are those of a DropBlock recipe. Models that it refuses are counted separately.
-
 With `--workers 2`, a full run takes two hours; sweep.py says how to resume it. It writes zoo.json and zoo.md.
 """
 
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import packages  # noqa: F401
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any

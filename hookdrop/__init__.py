@@ -17,11 +17,15 @@ from hookdrop.utils.errors import HookdropError, HookdropWarning, InjectionError
 from hookdrop.utils.seeding import seed_per_rank
 
 if TYPE_CHECKING:
+    from hookdrop import functional as functional
+    from hookdrop import integrations as integrations
     from hookdrop import observe as observe
     from hookdrop import recipes as recipes
+    from hookdrop import testing as testing
     from hookdrop.injection.prediction import Prediction as Prediction
 
 __version__ = "0.3.0"
+_PACKAGES = ("functional", "integrations", "observe", "recipes", "testing")
 
 __all__ = [
     "HookdropError",
@@ -40,21 +44,19 @@ __all__ = [
     "find",
     "inject",
     "layers",
-    "observe",
     "parse",
     "plan",
-    "recipes",
     "seed_per_rank",
     "update_bn",
     "without_hooks",
 ]
-__all__ += _regularizers.__all__ + _schedules.__all__
+__all__ += [*_PACKAGES, *_regularizers.__all__, *_schedules.__all__]
 __all__.sort()
 
 
 def __getattr__(name: str) -> Any:
-    """Import `observe`, `recipes` and `Prediction` on first use, because they take as long as the rest."""
-    if name in ("observe", "recipes"):
+    """Import packages and `Prediction` on first use, because they take as long as the rest."""
+    if name in _PACKAGES:
         return importlib.import_module(f"hookdrop.{name}")
     if name == "Prediction":
         return importlib.import_module("hookdrop.injection.prediction").Prediction

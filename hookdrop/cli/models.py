@@ -46,7 +46,8 @@ def _find(text: str) -> tuple[str, str]:
             return library, name
     near = [f"{library}:{one}" for library, names in known.items() for one in nearest(name, names)]
     hint = f"did you mean: {', '.join(near)}" if near else "see timm.list_models(), torchvision.models.list_models()"
-    raise HookdropError(f"there is no model {text!r} in timm or torchvision.\n  {hint}")
+    own = "a model of your own: print(hookdrop.layers(model, example_input)) and hookdrop.plan(...) in Python"
+    raise HookdropError(f"there is no model {text!r} in timm or torchvision.\n  {hint}\n  {own}")
 
 
 def _build(library: str, name: str, size: str) -> tuple[nn.Module, Any]:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from fastai.callback.core import Callback
-from fastai.learner import Learner
-from fastai.torch_core import find_bs, num_distrib, rank_distrib
-
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement
+from hookdrop.utils.errors import needs
+
+with needs("fastai"):
+    from fastai.callback.core import Callback
+    from fastai.learner import Learner
+    from fastai.torch_core import find_bs, num_distrib, rank_distrib
 
 
 class InjectionCallback(Placement, Callback):  # type: ignore[misc]

@@ -7,14 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement
-from hookdrop.utils.errors import InjectionError
+from hookdrop.utils.errors import InjectionError, needs
 from hookdrop.utils.select import select
+
+with needs("lightning"):
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 
 class InjectionCallback(Placement, Callback):

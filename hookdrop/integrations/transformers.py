@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler, ExportableState
-from transformers.trainer_utils import TrainOutput
-
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.integrations.placement import Placement
-from hookdrop.utils.errors import warn
+from hookdrop.utils.errors import needs, warn
+
+with needs("transformers"):
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler, ExportableState
+    from transformers.trainer_utils import TrainOutput
 
 Self = TypeVar("Self", bound="InjectionCallback")
 

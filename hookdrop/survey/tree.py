@@ -1,10 +1,8 @@
-"""The layers of a model as a tree, with what fits each, folded where blocks repeat."""
+"""The layers of a model as a tree, with what fits each."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import nn
 from hookdrop.survey.branches import has_weights
 from hookdrop.survey.convs import ConvGraph, conv_nets
 from hookdrop.survey.facts import Survey
+from hookdrop.survey.folding import SIZES, LayerFacts, fold
 from hookdrop.survey.heads import Heads
 from hookdrop.survey.tokens import find_patches
 from hookdrop.utils.select import Layer, has_forward
@@ -30,29 +29,12 @@ _RECIPES = {
 """The recipes that may choose all layers of a kind, by a part of what fits. One may refuse a model; `plan` says why."""
 
 
-@dataclass(frozen=True)
-class LayerFacts:
-    """One layer of a model."""
-
-    name: str
-    """Full name, without wrappers."""
-    type: str
-    shape: tuple[int, ...] | None = None
-    """Of the first floating-point tensor that it returns; like `calls`, None without an example."""
-    calls: int | None = None
-    """How often one forward calls it; None for containers, which have no forward."""
-    fits: tuple[str, ...] = ()
-    """What can be added there, such as `"DropBlock, Dropout2d: 256 maps of 14x14"`."""
-    rates: tuple[float, ...] = ()
-    """The rates at which it already drops."""
-
-
 class Layers(list[LayerFacts]):
     """The selected layers, in `named_modules()` order. `print` shows a tree, in which equal blocks are one."""
 
     def __init__(self, every: Sequence[LayerFacts], selected: Collection[str], title: str) -> None:
         super().__init__(one for one in every if one.name in selected)
-        self._title, self._root = title, _tree(every)
+        self._title, self._rows = title, fold(every, selected)
         fits = {fit for one in self for fit in one.fits}
         taken = {fit for one in self if one.rates for fit in one.fits}  # the model drops there already
         fitting = {
@@ -63,15 +45,15 @@ class Layers(list[LayerFacts]):
         self._notes = [f"recipes to try with plan: {', '.join(recipes)}"] if recipes else []
 
     def _table(self) -> tuple[list[str], list[list[Any]]]:
-        names, rows = {one.name for one in self}, []
-        for pattern, depth, equal in _rows([self._root], "", 0):
-            if names.isdisjoint(one.facts.name for one in equal):
-                continue
-            one, rates = equal[0].facts, sorted(rate for each in equal for rate in each.facts.rates)
+        rows: list[list[Any]] = []
+        for row in self._rows:
+            one, rates = row.layers[0], sorted(rate for each in row.layers for rate in each.rates)
             limits = dict.fromkeys(f"{rate:.3g}" for rate in (*rates[:1], *rates[-1:]))
-            fits = [f"already drops {' to '.join(limits)}", *one.fits] if rates else one.fits
-            kind = one.type if len(equal) == 1 else f"{one.type} (x {len(equal)})"
-            name, shape = "  " * depth + (pattern or "(the model)"), "" if one.shape is None else shape_text(one.shape)
+            fits = [f"already drops {' to '.join(limits)}"] * bool(rates)
+            fits += map(_range, zip(*[each.fits for each in row.layers], strict=True))
+            kind = one.type if len(row.layers) == 1 else f"{one.type} (x {len(row.layers)})"
+            name, shapes = "  " * row.depth + (row.pattern or "(the model)"), [each.shape for each in row.layers]
+            shape = "" if one.shape is None else _range([*map(shape_text, shapes)])
             rows.append([name, kind, shape, "" if one.calls is None else one.calls, "; ".join(fits)])
         used = [i for i in range(len(_HEADER)) if any(row[i] != "" for row in rows)]
         return [_HEADER[i] for i in used], [[row[i] for i in used] for row in rows]
@@ -85,52 +67,13 @@ class Layers(list[LayerFacts]):
         return html_table(header, indented, self._title, self._notes)
 
 
-# --- folding
-
-
-@dataclass
-class _Node:
-    facts: LayerFacts
-    inside: list[_Node] = field(default_factory=list)
-
-    @property
-    def own_name(self) -> str:
-        return self.facts.name.rpartition(".")[2]
-
-    @property
-    def kind(self) -> Any:
-        """Equal for blocks that differ only in their rates."""
-        one = self.facts
-        return one.type, one.shape, one.calls, one.fits, bool(one.rates), [(x.own_name, x.kind) for x in self.inside]
-
-
-def _tree(every: Sequence[LayerFacts]) -> _Node:
-    nodes = {one.name: _Node(one) for one in every}
-    for name, node in nodes.items():
-        if name:
-            nodes[name.rpartition(".")[0]].inside.append(node)
-    return nodes[""]
-
-
-def _rows(equal: list[_Node], pattern: str, depth: int) -> Iterator[tuple[str, int, list[_Node]]]:
-    """Yield a pattern, its depth and the layers that it matches, for equal blocks and for what is inside them."""
-    yield pattern, depth, equal
-    inside, depth = equal[0].inside, depth + bool(equal[0].facts.name)
-    for _, group in groupby(range(len(inside)), lambda i: inside[i].kind if inside[i].own_name.isdecimal() else i):
-        indices = list(group)
-        for own, part in _patterns([inside[i].own_name for i in indices], len(indices) == len(inside)):
-            members = [block.inside[i] for block in equal for i in indices if inside[i].own_name in part]
-            yield from _rows(members, f"{pattern}.{own}" if pattern else own, depth)
-
-
-def _patterns(names: list[str], are_all: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield globs, each with the names that it matches: `*` for all, `[1-5]`, or for many also `1[0-7]`."""
-    if are_all and len(names) > 1:
-        yield "*", names
-        return
-    for tens, part in groupby(names, lambda name: name[:-1] if name.isdecimal() else name):
-        found = list(part)
-        yield (found[0] if len(found) == 1 else f"{tens}[{found[0][-1]}-{found[-1][-1]}]"), found
+def _range(texts: Sequence[str]) -> str:
+    """Return one text for texts that differ in sizes: `64 to 512 maps of 7x7 to 56x56`."""
+    parts = []
+    for column in zip(*map(SIZES.split, texts), strict=True):
+        values = sorted({*column}, key=lambda text: [int(size) if size.isdecimal() else 0 for size in text.split("x")])
+        parts.append(" to ".join([*values[:1], *values[1:][-1:]]))
+    return "".join(parts)
 
 
 # --- what fits

@@ -37,6 +37,10 @@ class NotRecordedError(LayerError, KeyError):
     __str__ = Exception.__str__
 
 
+class MissingPackageError(HookdropError, ModuleNotFoundError):
+    """A package of an extra is not installed."""
+
+
 class HookdropWarning(UserWarning):
     """The code runs but probably does not do what was intended."""
 
@@ -79,10 +83,11 @@ def nothing_placed() -> Iterator[None]:
 
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Raise `HookdropError` if an import inside this block fails, and name the extra to install."""
+    """Raise an error if an import inside this block fails, and name all packages of the extra that are missing."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise HookdropError(
-            f"{(error.name or 'a package').partition('.')[0]} is not installed.\n  pip install 'hookdrop[{extra}]'"
-        ) from None
+        from hookdrop.utils.extras import missing_packages
+
+        module = (error.name or "a package").partition(".")[0]
+        raise MissingPackageError(missing_packages(module, extra), name=error.name) from None

@@ -27,7 +27,6 @@ np = pytest.importorskip("numpy")
 timm = pytest.importorskip("timm")
 EXAMPLES = ROOT / "examples"
 
-
 finetune = load(EXAMPLES / "finetune_timm.py")
 mc_dropout = load(EXAMPLES / "mc_dropout.py")
 TINY = "--image-size 32 --limit 48 --batch-size 16 --epochs 3 --device cpu"

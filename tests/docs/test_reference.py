@@ -19,7 +19,7 @@ from hookdrop.regularizers import REGULARIZERS
 from tests.support.programs import ROOT
 
 TEXT = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-PACKAGES = {"observe", "recipes"}
+PACKAGES = {"functional", "integrations", "observe", "recipes", "testing"}
 
 
 def listed(module: ModuleType) -> list[str]:
@@ -60,7 +60,6 @@ ARMS = {
     "digits": ("Dropout", "Dropout2d", "DropBlock", "DropPath", "dropblock_resnet"),
     "finetune": ("UniformNoise", "MixStyle", "stochastic_depth"),
 }
-
 
 COSTS = json.loads((ROOT / "benchmarks" / "results" / "costs.json").read_text())["methods"]
 

@@ -672,6 +672,10 @@ command("plan", "resnet5O", "Dropout(p=0.1)", "--layers", "layer1")
 # command line: a package is not installed
 with mock.patch.dict(sys.modules, {"timm": None}):
     command("layers", "resnet18")
+# command line: no regularizer
+command("plan", "resnet18")
+# command line: arguments in another order
+command("plan", "Dropout(p=0.1)", "resnet18", "layer3.*")
 # command line: no layers
 command("plan", "resnet18", "Dropout(p=0.1)")
 # command line: a recipe and --layers

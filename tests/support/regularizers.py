@@ -155,7 +155,6 @@ ACTIVATIONS = {name: case for name, case in EVERY.items() if "parameters" not in
 FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
 """The cases that change the forward output."""
 
-
 SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not case.mixes}
 """The forward cases that have an effect on a batch of one."""
 
@@ -164,7 +163,6 @@ DERIVING = {name: case for name, case in ACTIVATIONS.items() if case.derives}
 
 REPRESENTATIVE = {name: EVERY[name] for name in ("Dropout", "DropBlock (sparse)", "DropPath", "LayerDrop", "ShakeDrop")}
 """One for each way to draw and to apply, for tests of what `hookdrop.testing` checks for all."""
-
 
 _OWN_GRADIENT = "parts of it are constants for the gradient"
 LACKS: dict[str, dict[str, str]] = {

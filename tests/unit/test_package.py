@@ -24,14 +24,6 @@ from hookdrop.regularizers import REGULARIZERS
 from hookdrop.schedules import SCHEDULES, Schedule
 from tests.support.programs import run_code
 
-
-@pytest.mark.parametrize("name", ["plan", "inject"])
-def test_public_functions_are_not_modules(name: str) -> None:
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(f"hookdrop.{name}")
-    assert callable(getattr(hookdrop, name))
-
-
 MODULES = [module.name for module in pkgutil.walk_packages(hookdrop.__path__, "hookdrop.")]
 
 
@@ -43,22 +35,19 @@ def test_no_module_is_shadowed_by_another_name(name: str) -> None:
     assert getattr(importlib.import_module(parent), last) is module
 
 
-def test_star_import_includes_the_public_packages() -> None:
-    names: dict[str, object] = {}
-    exec("from hookdrop import *", names)
-    assert (names["recipes"], names["observe"]) == (hookdrop.recipes, hookdrop.observe)
-
-
 def test_packages_that_are_imported_on_first_use_are_listed_before() -> None:
     """For the completion of names in a notebook."""
-    loaded = "{'hookdrop.observe', 'hookdrop.recipes.branches'} & set(sys.modules)"
-    listed = "{'observe', 'recipes'} <= set(dir(hookdrop)) and 'neftune' in dir(hookdrop.recipes)"
-    assert run_code(f"import sys, hookdrop; print({loaded}, {listed})").split() == ["set()", "True"]
+    packages = {"functional", "integrations", "observe", "recipes", "testing"}
+    listed = f"{packages} <= {{*dir(hookdrop)}} and 'neftune' in dir(hookdrop.recipes)"
+    is_listed, *loaded = run_code(f"import sys, hookdrop; print({listed}, *sys.modules)").split()
+    late = {f"hookdrop.{name}" for name in packages - {"recipes"} | {"recipes.branches"}}
+    assert (is_listed, late & {*loaded}) == ("True", set())
 
 
 def test_a_name_that_does_not_exist() -> None:
-    with pytest.raises(AttributeError, match="'hookdrop' has no attribute 'nonsense'"):
-        _ = hookdrop.nonsense
+    for package in (hookdrop, hookdrop.integrations):
+        with pytest.raises(AttributeError, match=f"'{package.__name__}' has no attribute 'nonsense'"):
+            _ = package.nonsense
 
 
 class TestParse:
@@ -107,8 +96,11 @@ def test_every_regularizer_cites_its_paper() -> None:
         assert "arXiv" in text or "Srivastava" in text or "Bishop" in text, name
 
 
-def test_public_names_exist_and_are_sorted() -> None:
-    assert all(hasattr(hookdrop, name) for name in hookdrop.__all__)
+def test_public_names_are_exported_and_sorted() -> None:
+    names: dict[str, object] = {}
+    exec("from hookdrop import *", names)
+    assert all(names[name] is getattr(hookdrop, name) for name in hookdrop.__all__)
+    assert {"integrations", "observe", "plan", "recipes"} <= {*names}
     assert sorted(hookdrop.__all__) == hookdrop.__all__
     assert set(REGULARIZERS) <= set(hookdrop.__all__)
 
@@ -129,12 +121,9 @@ def test_public_names_exist_and_are_sorted() -> None:
 def test_an_unknown_argument_names_the_nearest(call: Any, nearest: str) -> None:
     with pytest.raises(TypeError, match=f"did you mean: {nearest}" if nearest else "signature: GaussianNoise"):
         call()
-
-
-def test_other_type_errors_are_those_of_python() -> None:
-    for call in (LinearSchedule, lambda: Dropout(0.1, 0.2)):
+    for other in (LinearSchedule, lambda: Dropout(0.1, 0.2)):  # an error of Python
         with pytest.raises(TypeError, match="positional argument"):
-            call()
+            other()
 
 
 @pytest.mark.parametrize(

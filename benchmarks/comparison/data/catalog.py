@@ -112,8 +112,7 @@ def loader(
 ) -> DataLoader[Batch]:
     """Iterate over the training images in an order that depends on seed and epoch.
 
-    The last incomplete batch is dropped, unless it is the only one. The batches are bit-identical for any number of
-    data loading processes.
+    The last incomplete batch is dropped, unless it is the only one. `workers` does not change a bit of the batches.
     """
     order = torch.randperm(len(split_train), generator=generator(seed, "order", epoch))
     parts = torch.split(split_train[order], batch_size)

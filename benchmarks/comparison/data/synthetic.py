@@ -7,14 +7,12 @@ An image has side length S (default 32), one channel, and one of 8 equally frequ
 
     image = 0.28 * wave + noise, overwritten by the glyph
 
-* wave (distributed cue): sin(2 pi * 4 * (x cos a + y sin a) / S + phase), with orientation a = pi k / 8 and a uniform
-  phase;
+* wave (distributed cue): sin(2 pi * 4 * (x cos a + y sin a) / S + phase), with orientation a = pi k / 8, uniform phase;
 * noise: standard normal, independent for each pixel;
 * glyph (local cue): the k-th of 8 patterns of 5x5 pixels, with ink 3 and background -3, at a uniform position inside
   the image. It replaces the pixels below it.
 
-All images of the pool have the glyph; every second test image of each class has none. The two cues never contradict
-each other.
+All images of the pool have the glyph; every second test image of each class has none. The cues never contradict.
 
 The pool has 4,000 images, the test set 1,024. They are always the same, because they use fixed streams. The amplitude
 of the wave was tuned only for the accuracy of a narrow ResNet without a regularizer: after 400 steps on 400 images it

@@ -21,8 +21,7 @@ from comparison.spec.run_spec import Run
 def train(runs: Sequence[Run], job: work.Job, store: Store, workers: int) -> Iterator[Record]:
     """Yield the record of each run when it finishes. Workers store their own records.
 
-    If a worker is killed, only its run fails, and a new worker replaces it. Workers exit with this process, even if it
-    is killed.
+    If a worker is killed, only its run fails, and a new one replaces it. They exit with this process, even if killed.
     """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPool(min(workers, len(runs)) or 1, initializer=_start_worker, context=context)

@@ -18,8 +18,7 @@ from comparison.run.record import Record
 from comparison.spec.run_spec import Run
 
 BENCHMARKS = Path(__file__).parents[2]
-# Disable Ray's usage statistics and hints. At Ray's default niceness of 15, its workers get no CPU time while other
-# processes run.
+# Disable Ray's usage statistics and hints. At its default niceness of 15, workers get no CPU time beside others.
 _SETTINGS = {
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",

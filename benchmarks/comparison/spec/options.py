@@ -10,11 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from comparison.spec.config import Config, validate
-from comparison.spec.run_spec import ConfigError, suggest
-
 CONFIGS = Path(__file__).parents[2] / "configs"
 # What is compared without a file and without --arms: recipes choose their own layers.
 _DEFAULTS = {"arms": ["dropblock_resnet(p=0.1)", "stochastic_depth(p=0.1)"], "epochs": 20}
@@ -36,9 +31,9 @@ _SETTINGS = {
 """The settings of a comparison that are also flags, and their help. `Config` converts and checks the values."""
 
 
-def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=(description or "").partition(":")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--config", type=Path, help="YAML file, such as benchmarks/configs/quick.yaml; flags override its settings")
     add("--out", type=Path, help="folder for the report and the runs (default: runs/CONFIG_NAME)")
@@ -66,8 +61,13 @@ def parse(argv: Sequence[str] | None, description: str) -> argparse.Namespace:
     return options
 
 
-def config_of(options: argparse.Namespace) -> tuple[Config, str]:
-    """Return the configuration and its YAML text."""
+def config_of(options: argparse.Namespace) -> tuple[Any, str]:
+    """Return the `Config` and its YAML text."""
+    import yaml  # here, so that `--help` needs no package
+
+    from comparison.spec.config import validate
+    from comparison.spec.run_spec import ConfigError, suggest
+
     text, source, settings = "", "command line", dict[str, Any](_DEFAULTS)
     if options.config:
         source = str(options.config)

@@ -52,8 +52,7 @@ class Data(Part):
     augmentation: Literal["none", "crop-flip"] = "none"
     """`crop-flip` pads by an eighth, crops and flips."""
     root: str = "data"
-    """Folder of `cifar10` and `cifar100`, which are downloaded if missing, of the packages of `emoji`, and of the cache
-    for `imagefolder`."""
+    """Folder of `cifar10` and `cifar100` (downloaded if missing), packages of `emoji`, and the `imagefolder` cache."""
     workers: NonNegativeInt = 0  # data loading processes of a run; 0 loads images in the training process
 
 

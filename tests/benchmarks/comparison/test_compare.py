@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,7 +40,6 @@ epochs: 2
 timing: 0.1
 tuning: {seeds: 1, space: {p: [0.1, 0.3], weight_decay: [0.1]}, space_none: {weight_decay: [0.01, 0.1]}}
 """
-
 
 ARMS = ["none", "DropBlock", "timm.DropPath (equal p)", "none (other seeds)", "p = 0 (A/A)"]
 TRIALS, FINALS = 2 * 2, 5 * 2
@@ -104,8 +100,7 @@ class TestSmallComparison:
 
     def test_a_dry_run_trains_nothing(self, tiny: SimpleNamespace, tmp_path: Path) -> None:
         status, text = run("--config", tiny.config, "--out", tmp_path / "dry", "--workers", 3, "--dry-run")
-        assert status == 0
-        assert re.search(r"About \d+ minutes with 3 workers", text)
+        assert (status, bool(re.search(r"About \d+ minutes with 3 workers", text))) == (0, True)
         assert re.search(rf"final runs: {FINALS} to train.*; 0 in the store", text)
         assert "No difference can be significant at 5 %: use --seeds 7 or more." in text
         assert not records(tmp_path / "dry")
@@ -126,8 +121,7 @@ class TestInvalidRequests:
         config = tmp_path / "mine.yaml"
         config.write_text(text)
         found, printed = run("--config", config, "--out", tmp_path / "out", "--workers", 1, *words)
-        assert found == status
-        assert "Nothing was trained." in printed
+        assert (found, "Nothing was trained." in printed) == (status, True)
         assert not (tmp_path / "out" / "runs").exists() or not records(tmp_path / "out")
         return printed
 
@@ -159,8 +153,8 @@ class TestInvalidRequests:
         assert (status, "did you mean" in text, "digits.yaml" in text) == (2, True, True)
 
     def test_unknown_arm(self, tmp_path: Path) -> None:
-        text = self.error(tmp_path, TINY, "--only", "Dropblock")
-        assert "--only: no arm is named 'Dropblock'.\n  did you mean: DropBlock" in text
+        said = "--only: no arm is named 'Dropblock'.\n  did you mean: DropBlock"
+        assert said in self.error(tmp_path, TINY, "--only", "Dropblock")
 
     def test_output_folder_that_is_not_writable(self, tiny: SimpleNamespace, tmp_path: Path) -> None:
         (tmp_path / "out").write_text("a file")
@@ -170,8 +164,7 @@ class TestInvalidRequests:
     def test_a_changed_comparison_is_rejected(self, tiny: SimpleNamespace, copied: Path) -> None:
         """Adding seeds after looking at the results changes the comparison."""
         status, text = run("--config", tiny.config, "--out", copied, "--workers", 1, "--seeds", 3)
-        assert status == 2
-        assert "seeds: stored 2, requested 3" in text
+        assert (status, "seeds: stored 2, requested 3" in text) == (2, True)
 
 
 class TestFlags:
@@ -187,13 +180,6 @@ class TestFlags:
         assert text.startswith("\n# overridden by flags: ")
         config, _ = options.config_of(options.parse(["--data", f"{tmp_path}/", "--model", "resnet18"], ""))
         assert [arm.name for arm in config.all_arms()] == ["dropblock_resnet", "stochastic_depth"]
-
-    def test_a_missing_package_is_named_with_the_line_to_install_it(self) -> None:
-        hidden = "import sys; sys.modules['pydantic'] = None; sys.argv = ['compare.py']; import compare"
-        env = {**os.environ, "PYTHONPATH": f"{BENCHMARKS}{os.pathsep}{BENCHMARKS.parent}"}
-        done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, env=env)
-        assert done.returncode == 1
-        assert "pydantic is not installed.\n  install what it needs: pip install -e '.[compare]'" in done.stderr
 
 
 class TestReadme:

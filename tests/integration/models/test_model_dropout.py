@@ -20,7 +20,6 @@ torchvision = pytest.importorskip("torchvision")
 transformers = pytest.importorskip("transformers")
 CNBlockConfig = torchvision.models.convnext.CNBlockConfig
 
-
 TOKENS = {"input_ids": torch.arange(8)[None]}
 
 

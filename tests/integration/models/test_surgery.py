@@ -47,7 +47,6 @@ def replace_head(model: nn.Module) -> None:
 
 NORMS = ["layer1.0.bn1", "layer1.1.bn1"]
 
-
 LOSES_HOOKS: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
     "setattr": (replace_head, ["fc"]),
     "convert_sync_batchnorm": (nn.SyncBatchNorm.convert_sync_batchnorm, NORMS),

@@ -230,7 +230,6 @@ class Shrink(Regularizer):
         return x * (1.0 - rate)
 """
 
-
 USED = """
 import torch, hookdrop
 from tests.support.regularizers import EVERY
@@ -267,9 +266,7 @@ def test_adding_a_regularizer_takes_one_module_and_two_registrations(tmp_path: P
 
 SOURCE = Path(kernel.__file__).with_name("_blocks.c")
 
-
 COMPILER = shutil.which("gcc") or shutil.which("clang")
-
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="neither gcc nor clang")
 

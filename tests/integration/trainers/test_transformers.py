@@ -24,7 +24,6 @@ EMBEDDING = InjectionSpec(
     "TokenDropout(p=0.1)", layers="**.embed_tokens", schedule="LinearSchedule(steps=4)", name="embedding"
 )
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
 
 

@@ -23,7 +23,6 @@ from hookdrop import (
 G = torch.tensor([[3.0, 4.0, 0.0], [0.3, -0.4, 0.0], [0.0, 0.0, 0.0]])
 """A gradient whose samples have norms 5, .5 and 0."""
 
-
 SAMPLE_NORMS = G.norm(dim=1, keepdim=True)
 CASES: dict[str, tuple[Regularizer, Tensor]] = {
     "norm": (ClipActivationGrad(max_norm=1.0), G / G.norm()),
@@ -60,7 +59,6 @@ def gradient(call: Callable[[Tensor], Tensor], g: Tensor = G) -> Tensor:
 
 
 NON_FINITE = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
-
 
 ALL = pytest.mark.parametrize(("regularizer", "expected"), CASES.values(), ids=CASES)
 EDITS = [case[0] for case in CASES.values()] + [NoiseActivationGrad(0.5)]

@@ -13,6 +13,7 @@ from hookdrop.utils.select import select
 from tests.support.models import Small, toy
 
 timm = pytest.importorskip("timm")
+torchvision = pytest.importorskip("torchvision")
 transformers = pytest.importorskip("transformers")
 
 
@@ -27,6 +28,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "swin": lambda: timm.create_model(
         "swin_tiny_patch4_window7_224", drop_path_rate=0.0, img_size=56, depths=(2, 1), num_heads=(1, 2), embed_dim=8
     ),
+    "mobilenet": lambda: torchvision.models.mobilenet_v2(width_mult=0.1, dropout=0.0),
     "llama": llama,
     "Sequential": lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(23)]),
 }
@@ -55,6 +57,21 @@ def test_patterns_of_the_rows_select_each_layer_once(found: tuple[nn.Module, Lay
         assert types == {rest.split()[0]}
         selected += names
     assert sorted(selected) == sorted(name for name, _ in model.named_modules() if name)
+
+
+def test_stages_have_rows_and_the_insides_of_their_blocks_are_shown_once() -> None:
+    with torch.device("meta"):
+        model = timm.create_model("resnet50")
+    found = layers(model)
+    assert len(str(found).splitlines()) < 40
+    shown = dict(rows(found))
+    assert shown["layer3.*"].startswith("Bottleneck (x 6) ")
+    assert shown["layer3.*"].endswith("block with 1024 maps of 14x14")
+    assert "64 to 512 maps of 7x7 to 56x56" in shown["layer[1-4].*.bn2"]
+    assert "layer[1-4].0.downsample.0" in shown
+    part = dict(rows(layers(model, only=["layer2.*", "layer2.[12].bn2", "fc"])))
+    assert list(part) == ["layer2.*", "layer2.[1-2].bn2", "fc"]
+    assert "x128x28x28  " in part["layer2.[1-2].bn2"]
 
 
 @pytest.mark.parametrize(
