@@ -4,9 +4,9 @@ export PYTHON
 
 .PHONY: demo gpu gallery docs check test lint types imports unit tests coverage clean
 
-# The main job on real data. It installs only what it uses.
-demo: .venv/compare
-	$(BIN)/python benchmarks/compare.py --config benchmarks/configs/quick.yaml --out runs/demo
+# What hookdrop does and an effect, with a page. It installs only what it uses.
+demo: .venv/demo
+	$(BIN)/python examples/demo.py --out runs/demo
 
 # On a machine with a GPU, within 8 minutes: tests and times, with a page in benchmarks/results/<device>.
 gpu:
@@ -40,8 +40,8 @@ types: .venv/dev
 imports: .venv/dev
 	PYTHONPATH=benchmarks $(BIN)/lint-imports
 
-# Each worker starts with one half of the files, so that fixtures of a module are built once, and helps the other at the end.
-PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+# A worker for each core. Each starts with a part of the files, so that fixtures of a module are built once, and helps the others at the end.
+PYTEST := $(BIN)/pytest -n logical --dist worksteal
 
 unit: .venv/dev
 	$(PYTEST) -q tests/unit

@@ -1,10 +1,12 @@
 """The examples run end to end with tiny settings and report correct results."""
 
 import argparse
+import importlib
 import json
 import math
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -271,3 +273,41 @@ def test_verdict_depends_on_the_interval() -> None:
     assert "there are no errors to rank" in mc_dropout.verdict(0, mc_dropout.gain({"MC entropy": good}, wrong & False))
     table = mc_dropout.error_ranking({"MC entropy": good}, wrong)["MC entropy"]
     assert list(table.values()) == [1.0, 1.0, 0.0]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)  # as for a program that is started there; its workers import it
+        yield importlib.import_module("demo")
+
+
+def test_demo_plans_ramps_removes_trains_in_pairs_and_writes_a_page(demo: ModuleType, tmp_path: Path, capsys: Any) -> None:
+    page = demo.main(["--out", str(tmp_path), "--seeds", "1", "--epochs", "1", "--workers", "1"]).read_text()
+    printed = capsys.readouterr().out
+    assert re.findall(r"p = (\S+), measured (\d.\d)", printed) == [("0.00", "0.0"), ("0.05", "0.0"), ("0.10", "0.1")]
+    assert "layer3.5.bn2" in page
+    assert printed.count("are bit-equal") == page.count("are bit-equal") == 1
+    assert "1 of 1 trained models" in page
+    assert page.count("<svg") == 2
+    assert "No clear difference" in printed
+
+
+@pytest.mark.parametrize(
+    ("after", "sentence", "chance"),
+    [
+        ([24.0, 24.5, 24.2, 24.1, 24.9, 24.3], "better: .* lower in 6 of 6", "3%"),
+        ([27.0, 27.5, 27.2, 27.1, 27.9, 27.3], "worse: .* lower in 0 of 6", "3%"),
+        ([25.9, 26.2, 25.8, 26.1, 25.7, 26.4], "No clear difference", "p = "),
+        ([26.0] * 6, "No clear difference", "p = 1 "),
+    ],
+)
+def test_the_verdict_of_the_demo_agrees_with_scipy(
+    demo: ModuleType, after: list[float], sentence: str, chance: str
+) -> None:
+    found = demo.verdict([26.0] * 6, after)
+    logs = np.log(np.array(after) / 26.0)
+    p = pytest.importorskip("scipy.stats").permutation_test((logs,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
+    assert (p <= 0.05) == ("No clear" not in found.sentence)
+    assert re.search(sentence, found.sentence)
+    assert chance in found.limits

@@ -43,7 +43,8 @@ def test_blocks_run_and_print_their_output(page: Path, tmp_path: Path, monkeypat
         for library in text.split(", "):
             pytest.importorskip(library, reason=reason_for(library), exc_type=ImportError)
     monkeypatch.chdir(tmp_path)
-    if missing := sorted(run(page)):
+    # The README prints the same on every machine: too much is drawn for the digits shown to differ.
+    if missing := sorted(run(page, 0.0 if page == README else 0.03)):
         pytest.skip("all other blocks passed; " + "; ".join(map(reason_for, missing)))
 
 
@@ -117,8 +118,8 @@ def test_blocks_that_require_a_missing_library_are_left_out_with_their_output(tm
 
 def test_readme_fits_on_a_few_screens_and_starts_with_a_program_and_its_output() -> None:
     text = README.read_text()
-    assert text.count("\n") <= 150
-    assert "pip install hookdrop" in "\n".join(text.splitlines()[:10])
+    assert text.count("\n") <= 120
+    assert "pip install ." in "\n".join(text.splitlines()[:10])
     assert [block.kind for block in blocks_of(README)][:2] == ["code", "text"]
 
 

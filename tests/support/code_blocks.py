@@ -36,11 +36,11 @@ def blocks_of(page: Path) -> list[Block]:
     return blocks
 
 
-def matches(printed: str, documented: str) -> bool:
-    """Compare words exactly and numbers within 3 %, as random draws and sums differ between machines."""
+def matches(printed: str, documented: str, tolerance: float = 0.03) -> bool:
+    """Compare words exactly, and numbers within a relative tolerance, as sums differ between machines."""
     words = [NUMBER.sub("#", re.sub(r" +|-{2,}", " ", text)).split() for text in (printed, documented)]
     numbers = [[float(n) for n in NUMBER.findall(text)] for text in (printed, documented)]
-    return words[0] == words[1] and all(a == pytest.approx(b, rel=0.03) for a, b in zip(*numbers, strict=True))
+    return words[0] == words[1] and all(a == pytest.approx(b, rel=tolerance) for a, b in zip(*numbers, strict=True))
 
 
 def is_installed(library: str) -> bool:
@@ -50,8 +50,8 @@ def is_installed(library: str) -> bool:
     return False
 
 
-def run(page: Path) -> set[str]:
-    """Run a page in the current folder; an error names its line.
+def run(page: Path, tolerance: float = 0.03) -> set[str]:
+    """Run a page in the current folder and compare numbers within `tolerance`; an error names its line.
 
     Returns:
         The libraries that are not installed, whose blocks did not run.
@@ -73,7 +73,7 @@ def run(page: Path) -> set[str]:
                 continue
             if kind == "text":
                 where = f"{page.name}, line {line}"
-                assert matches(printed, text), f"{where} documents\n{text}\nbut the code prints\n{printed}"
+                assert matches(printed, text, tolerance), f"{where} documents\n{text}\nbut the code prints\n{printed}"
                 continue
             output = io.StringIO()
             with contextlib.redirect_stdout(output):

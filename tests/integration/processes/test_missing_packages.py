@@ -70,3 +70,11 @@ for name in {"fastai", "lightning", "transformers"} & {*dir(hookdrop.integration
 """
     status, text = run(site, "-c", code)
     assert (status, sorted(text.splitlines())) == (0, ["fastai is", "lightning is", "transformers, accelerate are"])
+
+
+def test_the_first_blocks_of_the_readme_run_with_pytorch_alone(site: Path, tmp_path: Path) -> None:
+    """Up to the line that installs timm."""
+    told = (ROOT / "README.md").read_text().partition("pip install '.[cli]'")[0]
+    (tmp_path / "page.py").write_text("\n".join(re.findall(r"^```python\n(.*?)^```$", told, re.M | re.S)))
+    status, printed = run(site, str(tmp_path / "page.py"))
+    assert (status, printed) == (0, "".join(re.findall(r"^```text\n(.*?)^```$", told, re.M | re.S)))
