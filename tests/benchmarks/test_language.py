@@ -62,9 +62,8 @@ def test_score_is_the_loss_of_each_token_by_paragraph(text: corpus.Corpus) -> No
     sums_P2 = training.score(model, paragraphs)
     stream = torch.cat(paragraphs)
     rows = stream[: len(stream) // training.BATCH * training.BATCH].view(training.BATCH, -1)
-    every = torch.nn.functional.cross_entropy(
-        model(rows[:, :-1])[0].flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"
-    )
+    logits = model(rows[:, :-1])[0].flatten(0, 1)
+    every = torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten(), reduction="sum")
     assert sums_P2[:, 1].sum() == rows[:, 1:].numel()
     torch.testing.assert_close(sums_P2[:, 0].sum(), every.double())
 

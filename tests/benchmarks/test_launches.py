@@ -13,9 +13,7 @@ import launches
 from hookdrop.functional import drop_block
 from hookdrop.kernels import custom_ops, triton_dropblock
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__ < (2, 14), reason="PyTorch 2.13 needs a CUDA device for fake CUDA tensors"
-)
+pytestmark = pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 needs CUDA for fake CUDA tensors")
 
 MAX_FORWARD, MAX_BACKWARD, MAX_BYTES, MAX_SAVED = 3, 2, 9.0, 0.15
 SHAPES = [(32, 256, 28, 28), (32, 2048, 7, 7), (16, 64, 112, 112), (64, 64, 100), (2, 8, 16, 24, 20)]

@@ -167,9 +167,7 @@ class TestModels:
             ),
         ],
     )
-    def test_regularizer_fits_the_rank_of_each_norm(
-        self, name: str, settings: dict[str, Any], kinds: dict[str, str]
-    ) -> None:
+    def test_regularizer_fits_the_rank_of_each_norm(self, name: str, settings: Any, kinds: dict[str, str]) -> None:
         trial = Trial(f"timm:{name}", (3, 32, 32), settings)
         model = trial.build()
         chosen = choose_regularizers(model, hookdrop.layers(model, trial.example().eval))

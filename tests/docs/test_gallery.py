@@ -167,6 +167,5 @@ def test_observe(run: Any) -> None:
 def test_the_site_lists_every_tutorial() -> None:
     listed = re.search(r"for name in \((.*)\)\]$", (ROOT / "docs" / "conf.py").read_text(), re.M)
     assert listed
-    assert {f"plot_{name}" for name in re.findall(r'"(\w+)"', listed[1])} == {
-        path.stem for path in TUTORIALS.glob("*.py")
-    }
+    paths = TUTORIALS.glob("*.py")
+    assert {f"plot_{name}" for name in re.findall(r'"(\w+)"', listed[1])} == {path.stem for path in paths}

@@ -28,9 +28,7 @@ def listed(module: ModuleType) -> list[str]:
     return [name for text in texts for name in re.findall(r"^   (\w+)$", text, re.M)]
 
 
-@pytest.mark.parametrize(
-    "module", [hookdrop, functional, recipes, observe, testing], ids=lambda module: module.__name__
-)
+@pytest.mark.parametrize("module", [hookdrop, functional, recipes, observe, testing], ids=lambda m: m.__name__)
 def test_every_public_name_is_listed_once(module: ModuleType) -> None:
     assert sorted(listed(module)) == sorted(set(module.__all__) - PACKAGES)
 
@@ -42,15 +40,13 @@ MODULES = [info.name for info in pkgutil.walk_packages(hookdrop.__path__, "hookd
 def test_docstring_examples_run(name: str) -> None:
     module = importlib.import_module(name)
     names = {key: getattr(hookdrop, key) for key in hookdrop.__all__}
-    result = doctest.testmod(module, extraglobs={"torch": torch, "nn": nn, "copy": copy, **names})
-    assert result.failed == 0
+    assert doctest.testmod(module, extraglobs={"torch": torch, "nn": nn, "copy": copy, **names}).failed == 0
 
 
 def test_docstrings_contain_examples() -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
     core = [name for name in MODULES if not name.startswith("hookdrop.integrations.")]  # the others import trainers
-    found = sum(len(finder.find(importlib.import_module(name))) for name in core)
-    assert found > 20
+    assert sum(len(finder.find(importlib.import_module(name))) for name in core) > 20
 
 
 METHODS = (ROOT / "docs" / "methods" / "index.md").read_text()
@@ -181,5 +177,4 @@ def test_the_line_of_hookdrop_runs(names: dict[str, object], line: str) -> None:
 
 
 def test_every_row_has_a_line_of_hookdrop() -> None:
-    rows = re.findall(r"^\| (?!there|--).*", COMING_FROM, re.M)
-    assert len(LINES) == len(rows) > 30
+    assert len(LINES) == len(re.findall(r"^\| (?!there|--).*", COMING_FROM, re.M)) > 30

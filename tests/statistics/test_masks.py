@@ -159,9 +159,10 @@ METHODS = ["sparse", "dense", "static dense", "brute force"]
 """Only the seeds; a trial per position; PyTorch draws the trials."""
 
 
-def blocks_by_brute_force(
-    samples: int, channels: int, sizes: tuple[int, ...], p: float, edges: tuple[int, ...]
-) -> Tensor:
+Sizes = tuple[int, ...]
+
+
+def blocks_by_brute_force(samples: int, channels: int, sizes: Sizes, p: float, edges: Sizes) -> Tensor:
     """Bool (samples, channels, *sizes), True where dropped."""
     valid = [size - edge + 1 for size, edge in zip(sizes, edges, strict=True)]
     seeds = torch.rand(samples, channels, *valid, dtype=torch.float64) < gamma_for(sizes, edges, p)
@@ -172,9 +173,6 @@ def blocks_by_brute_force(
             window = window.narrow(axis, step, count)
         window |= seeds
     return dropped
-
-
-Sizes = tuple[int, ...]
 
 
 def masks(

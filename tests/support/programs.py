@@ -31,8 +31,7 @@ def load(path: Path) -> ModuleType:
 
 def run_code(code: str, *flags: str, **settings: Any) -> str:
     """Run code in a new process, and return what it prints; if it fails, assert with its traceback."""
-    command = [sys.executable, *flags, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, **settings)
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, **settings)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

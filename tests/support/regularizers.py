@@ -88,11 +88,6 @@ class Case:
         return isinstance(self.regularizer, LayerDrop)
 
     @property
-    def has_rate(self) -> bool:
-        """Whether a schedule can drive it."""
-        return getattr(type(self.regularizer), "rate", "p") is not None
-
-    @property
     def example(self) -> torch.Tensor:
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(0))
 

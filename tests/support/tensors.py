@@ -36,9 +36,8 @@ def within(found: Tensor, expected: float, spread: float, draws: float) -> bool:
 
 
 def styled(n: int = 6, channels: int = 3, size: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (
-        torch.randn(n, channels, size, size) * (1 + torch.rand(n, channels, 1, 1)) + torch.arange(n).view(-1, 1, 1, 1)
-    ).to(dtype)
+    scaled = torch.randn(n, channels, size, size) * (1 + torch.rand(n, channels, 1, 1))
+    return (scaled + torch.arange(n).view(-1, 1, 1, 1)).to(dtype)
 
 
 def scale_maps(maps: Tensor) -> Tensor:

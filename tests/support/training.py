@@ -43,6 +43,12 @@ def gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def gradients_of(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    loss().backward()
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
 def train_step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
     """Return output, gradients and buffers of one forward (by default of the model) and backward from seed 0."""
     model.train().zero_grad()

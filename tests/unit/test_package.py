@@ -126,9 +126,7 @@ def test_an_unknown_argument_names_the_nearest(call: Any, nearest: str) -> None:
             other()
 
 
-@pytest.mark.parametrize(
-    "cls", [*REGULARIZERS.values(), *SCHEDULES.values(), InjectionSpec], ids=lambda cls: cls.__name__
-)
+@pytest.mark.parametrize("cls", [*REGULARIZERS.values(), *SCHEDULES.values(), InjectionSpec], ids=lambda c: c.__name__)
 def test_signatures_are_those_of_the_classes(cls: type) -> None:
     expected = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
     assert list(inspect.signature(cls).parameters.values()) == expected

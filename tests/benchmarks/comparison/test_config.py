@@ -123,9 +123,7 @@ class TestArms:
             ("recipe", "stochastic_depth(p=0.5)", 4),
         ],
     )
-    def test_every_kind_of_arm_is_planned_at_its_rate(
-        self, resnet: nn.Module, kind: str, text: str, count: int
-    ) -> None:
+    def test_each_kind_of_arm_is_planned_at_its_rate(self, resnet: nn.Module, kind: str, text: str, count: int) -> None:
         arm = Arm(name="a", kind=kind, call=text, p=0.1, layers=("layer*.*.bn2",) if kind != "recipe" else ())  # type: ignore[arg-type]
         assert arms.rate_of(arms.read(kind, text)) == 0.5
         example = torch.zeros(2, 1, 64, 64)

@@ -132,9 +132,7 @@ class TestGlobalGenerator:
         ("name", "augmentation"),
         [("digits", "none"), ("digits", "crop-flip"), ("synthetic-cue", "none"), ("folder", "crop-flip")],
     )
-    def test_data_neither_uses_nor_depends_on_the_global_generator(
-        self, name: str, augmentation: Any, folder: Path
-    ) -> None:
+    def test_data_neither_uses_nor_needs_the_global_generator(self, name: str, augmentation: Any, folder: Path) -> None:
         name = f"imagefolder:{folder}" if name == "folder" else name
         data = Data(name=name, augmentation=augmentation, image_size=16, train_size=10)
 
@@ -168,9 +166,7 @@ class TestAugmentation:
 
 
 @pytest.mark.parametrize(("images", "sizes"), [(40, [16, 16]), (32, [16, 16]), (10, [10])])
-def test_batches_have_different_images_and_only_the_last_incomplete_one_is_dropped(
-    images: int, sizes: list[int]
-) -> None:
+def test_batches_have_different_images_and_only_a_last_incomplete_one_is_dropped(images: int, sizes: list[int]) -> None:
     task = load(Data(name="digits", augmentation="crop-flip"))
     train = task.split(images, None, 0).train
     batches = list(loader(task, train, 16, 0, 0))
@@ -232,16 +228,8 @@ class TestCifar:
     def test_images_are_normalized_and_split_as_published(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def read(root: str, train: bool, download: bool) -> Any:
             pixels = np.full((30 if train else 6, 32, 32, 3), 255 if train else 0, np.uint8)
-            return type(
-                "Cifar",
-                (),
-                {
-                    "data": pixels,
-                    "targets": [0, 1, 2] * (len(pixels) // 3),
-                    "classes": "abc",
-                    "__len__": lambda self: len(pixels),
-                },
-            )()
+            published = {"data": pixels, "targets": [0, 1, 2] * (len(pixels) // 3), "classes": "abc"}
+            return type("Cifar", (), {**published, "__len__": lambda self: len(pixels)})()
 
         monkeypatch.setitem(catalog._CIFAR, "cifar10", (read, catalog._CIFAR["cifar10"][1]))
         task = load(Data(name="cifar10"))

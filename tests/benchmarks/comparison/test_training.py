@@ -80,12 +80,8 @@ class TestPairs:
 
 class TestOutcome:
     def test_rates_steps_and_fractions_of_the_last_epochs(self, none: Outcome, dropblock: Outcome) -> None:
-        assert (dropblock["steps"], dropblock["rate_at_end"], dropblock["changes"], none["changes"]) == (
-            8,
-            0.2,
-            [],
-            None,
-        )
+        found = (dropblock["steps"], dropblock["rate_at_end"], dropblock["changes"], none["changes"])
+        assert found == (8, 0.2, [], None)
         # The last epoch has two steps, at 6/8 and 7/8 of p = 0.2.
         assert dropblock["asked"] == pytest.approx(0.2 * 6.5 / 8)
         # The standard deviation is about 0.003: 40 images with 16 + 24 maps of 16x16, and smaller ones.
@@ -216,9 +212,8 @@ class TestModelArguments:
         """
         recipe = Arm(name="recipe", kind="recipe", call="stochastic_depth(p=0.4)", p=0.4, schedule="none")
         model = Model(name=f"timm:{NAME}")
-        peer, ours = (
-            at_final_rate(PROBE.model_copy(update={"arm": arm, "model": model})) for arm in (self.PEER, recipe)
-        )
+        arms = (self.PEER, recipe)
+        peer, ours = (at_final_rate(PROBE.model_copy(update={"arm": arm, "model": model})) for arm in arms)
         assert ours.drop is not None
         # timm also builds DropPath modules in blocks without a skip, and does not call them.
         skips = [name for name, block in peer.model.named_modules() if getattr(block, "has_skip", False)]

@@ -237,9 +237,7 @@ CHANGES: dict[str, Callable[[Injection], object]] = {
 @ALL_MODES
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("case", REPRESENTATIVE.values(), ids=REPRESENTATIVE)
-def test_recompute_uses_the_rate_of_the_forward(
-    case: Case, change: Callable[[Injection], object], mode: Forward
-) -> None:
+def test_recompute_uses_the_rate_of_the_forward(case: Case, change: Callable[[Injection], Any], mode: Forward) -> None:
     """`loss = model(x); drop.step(); loss.backward()`."""
     model, x = case.model(), case.input()
     drop = inject(model, case.regularizer, layers=SITES, schedule=LinearSchedule(4))
@@ -502,6 +500,5 @@ def test_pytorch_checkpoint_wrapper() -> None:
     expected = run(model, x, plain)
     drop.remove()
     apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "Affine")
-    drop = inject(model, case.regularizer, layers=SITES)
-    assert [site.name for site in drop.sites] == SITES
+    assert [site.name for site in inject(model, case.regularizer, layers=SITES).sites] == SITES
     assert all_equal(run(model, x, plain), expected)

@@ -56,8 +56,7 @@ class UNet(nn.Module):
 
 
 def sites(model: nn.Module, shape: tuple[int, ...] = (3, 64, 64)) -> set[str]:
-    planned = plan(model, dropblock_unet(), example_input=torch.zeros(2, *shape))
-    return {site.name for site in planned.sites}
+    return {site.name for site in plan(model, dropblock_unet(), example_input=torch.zeros(2, *shape)).sites}
 
 
 class TestThePapers:
@@ -69,8 +68,7 @@ class TestThePapers:
             for index, layer in enumerate(block):
                 if isinstance(layer, nn.Conv2d):
                     block[index] = toy(lambda m, x: functional.drop_block(m.conv(x), 0.18, 3), conv=layer)
-        drop = inject(model, dropblock_unet(p=0.18, block_size=3))
-        assert len(drop.sites) == 10
+        assert len(inject(model, dropblock_unet(p=0.18, block_size=3)).sites) == 10
         theirs = train_step(twin, x)
         assert all_equal(train_step(model, x), theirs)
         assert not torch.equal(theirs[0], plain)
@@ -284,8 +282,7 @@ class TestTheDropBlockPaper:
         model, x = randomize_norms(RESNETS[name]()), torch.randn(2, 3, 128, 128)
         twin = copy.deepcopy(model)
         inject(model, dropblock_resnet(p=0.2, block_size=3))
-        theirs = train_step(twin, x, self.written_out(twin, 0.2, 3))
-        assert all_equal(train_step(model, x), theirs)
+        assert all_equal(train_step(model, x), train_step(twin, x, self.written_out(twin, 0.2, 3)))
 
     def test_sites_are_the_norms_and_skips_of_groups_3_and_4(self) -> None:
         model = torchvision.models.resnet50()
@@ -301,10 +298,8 @@ class TestTheDropBlockPaper:
 class with_timms_module(timm_dropblock):
     def sites(self, model: nn.Module, survey: Any) -> list[Any]:
         theirs = {5: timm.layers.DropBlock2d(self.p, 5, 0.25), 3: timm.layers.DropBlock2d(self.p, 3, 1.0)}
-        return [
-            replace(site, regularizer=as_regularizer(theirs[site.regularizer.block_size]))
-            for site in super().sites(model, survey)
-        ]
+        found = super().sites(model, survey)
+        return [replace(site, regularizer=as_regularizer(theirs[site.regularizer.block_size])) for site in found]
 
 
 class TestTimmsDropBlock:
@@ -317,8 +312,7 @@ class TestTimmsDropBlock:
         clean, without = timm.create_model(name, num_classes=5), timm.create_model(name, num_classes=5)
         clean.load_state_dict(native.state_dict())
         without.load_state_dict(native.state_dict())
-        drop = inject(clean, with_timms_module(0.3))
-        assert drop.sites
+        assert inject(clean, with_timms_module(0.3)).sites
         x = torch.randn(2, 3, 128, 128)
         theirs = train_step(native, x)
         assert all_equal(train_step(clean, x), theirs)
@@ -393,8 +387,7 @@ def test_frozen_layers_are_regularized_without_gradients() -> None:
     """With one trainable layer, layer3 has no gradients, but what layer4 receives from it has dropped blocks."""
     model = small("FasterRCNN", trainable_layers=1).train()
     images, targets = batch()
-    drop = inject(model, dropblock_detector(p=0.2, block_size=1))
-    with drop.recording(last=0) as measured:
+    with inject(model, dropblock_detector(p=0.2, block_size=1)).recording(last=0) as measured:
         sum(model(images, targets).values()).backward()
     assert all(site.elements for site in measured.totals.sites.values())
     gradients = {name for name, p in model.named_parameters() if p.grad is not None and "body" in name}

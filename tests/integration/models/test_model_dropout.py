@@ -159,12 +159,9 @@ class TestTransformers:
         torch.manual_seed(0)
         config = getattr(transformers, f"{name}Config")
         settings = {**SIZE, "num_key_value_heads": 2, "vocab_size": 50, "pad_token_id": 0, "head_dim": 8}
-        built = {
-            rate: getattr(transformers, f"{name}Model")(
-                config(**settings, attention_dropout=rate, attn_implementation=attention)
-            )
-            for rate in (0.0, 0.2, 0.4)
-        }
+        settings |= {"attn_implementation": attention}
+        make = getattr(transformers, f"{name}Model")
+        built = {rate: make(config(**settings, attention_dropout=rate)) for rate in (0.0, 0.2, 0.4)}
         model = built[0.0]
         clean = outputs(model, TOKENS, 0)
         drop = inject(model, set_dropout(p=0.4), schedule=LinearSchedule(2), example_input=TOKENS)

@@ -205,6 +205,5 @@ def test_copies_and_pickles_of_the_skip_tensor_exclude_the_input(model: Any, x: 
 def test_chain_of_in_place_blocks_keeps_only_one_input(model: Any, x: Tensor) -> None:
     block = hooked(model)
     middle = skip_tensor(model.layer3[1], x)
-    last = skip_tensor(block, middle)
-    assert last._hookdrop_skipped.x is middle
+    assert skip_tensor(block, middle)._hookdrop_skipped.x is middle
     assert not hasattr(middle, "_hookdrop_skipped")

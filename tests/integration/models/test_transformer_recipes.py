@@ -123,11 +123,8 @@ def test_a_sample_is_dropped_in_all_of_its_windows_or_in_none(recipe: Any) -> No
 class TestPatchDropout:
     @pytest.mark.parametrize("settings", [{}, {"reg_tokens": 4}])
     def test_half_of_the_patches_reach_the_first_block(self, settings: dict[str, int]) -> None:
-        model, x, prefix = (
-            timm_vit(64, **settings).train(),
-            torch.randn(2, 3, 64, 64),
-            1 + settings.get("reg_tokens", 0),
-        )
+        model, x = timm_vit(64, **settings).train(), torch.randn(2, 3, 64, 64)
+        prefix = 1 + settings.get("reg_tokens", 0)
         drop = inject(model, patch_dropout(p=0.5), example_input=x)
         assert [site.regularizer for site in drop.sites] == [f"TokenDropout(p=0.5, prefix={prefix}, remove=True)"]
         lengths: list[int] = []
@@ -167,11 +164,9 @@ class TestSubsets:
     def test_no_token_sees_a_later_one_or_padding(self) -> None:
         model, later = t5().train(), IDS.clone()
         later[:, -1] += 1
-        tokens = [
-            {"input_ids": IDS, "decoder_input_ids": IDS},
-            {"input_ids": IDS + 1 - MASK, "decoder_input_ids": later},
-        ]
-        inject(model, stochastic_depth(p=0.5, mode="subset"), p_scale="equal", example_input=tokens[0])
+        given = {"input_ids": IDS, "decoder_input_ids": IDS}
+        tokens = [given, {"input_ids": IDS + 1 - MASK, "decoder_input_ids": later}]
+        inject(model, stochastic_depth(p=0.5, mode="subset"), p_scale="equal", example_input=given)
         for seed in range(10):
             logits = []
             for ids in tokens:
@@ -186,8 +181,7 @@ class TestSubsets:
         ids = torch.randint(5, 90, (samples, length))
         positions = torch.arange(length) + torch.arange(samples)[:, None]
         clean = model(ids, position_ids=positions).logits
-        drop = DropPath(0.5, mode="subset", scale=False)
-        inject(model.train(), drop, layers="**.self_attn")
+        inject(model.train(), DropPath(0.5, mode="subset", scale=False), layers="**.self_attn")
         equal = (model(ids, position_ids=positions).logits - clean).abs().flatten(1).amax(1) < 1e-5
         assert int(equal.sum()) == samples // 2
 

@@ -101,8 +101,7 @@ model(x)
 def test_a_portable_model_loads_without_hookdrop(tmp_path: Path) -> None:
     """Entries that do nothing replace the hooks, and reserve their ids: a later hook has another signature."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    x = torch.ones(64, 4)
-    clean = model(x)
+    clean = model(torch.ones(64, 4))
     paths = {name: str(tmp_path / name) for name in ("hooked", "portable", "out")}
     with inject(model, Dropout(0.5), layers="0"):
         torch.save(model, paths["hooked"])

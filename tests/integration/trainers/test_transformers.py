@@ -81,8 +81,7 @@ class TestSteps:
 
     def test_each_training_with_model_init_has_its_own_hooks(self, tmp_path: Path) -> None:
         """As in a hyperparameter search."""
-        callback = InjectionCallback(BRANCHES)
-        made = trainer(tmp_path, callback)
+        made = trainer(tmp_path, InjectionCallback(BRANCHES))
         for _ in range(2):
             made.train()
             assert [drop.name for drop in find(made.model)] == ["residual_dropout"]
@@ -157,8 +156,7 @@ class TestResume:
     def test_several_callbacks_that_are_restored_stay_those_of_the_program(self, tmp_path: Path) -> None:
         trainer(tmp_path, InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING), **RESTORED).train()
         callbacks = [InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING)]
-        resumed = trainer(tmp_path, *callbacks, **RESTORED)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        trainer(tmp_path, *callbacks, **RESTORED).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert [drop.name for callback in callbacks for drop in callback.injection] == ["residual_dropout", "embedding"]
         assert [drop.step_count for callback in callbacks for drop in callback.injection] == [7, 7]
 

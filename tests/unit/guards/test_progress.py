@@ -71,8 +71,7 @@ class TestSchedules:
         if how == "loaded":
             state = drop.state_dict()
             drop.remove()
-            drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000))
-            drop.load_state_dict(state)
+            inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(1000)).load_state_dict(state)
         if how == "copied":
             model = copy.deepcopy(model)
         if how == "stopped following":

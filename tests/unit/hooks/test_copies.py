@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from hookdrop import (
@@ -57,9 +57,7 @@ PORTABLE = {
 
 @pytest.mark.parametrize("at", PORTABLE)
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_portable_hooks_are_in_copies_but_not_in_pickles(
-    model: Small, images: torch.Tensor, at: str, protocol: int
-) -> None:
+def test_portable_hooks_are_in_copies_but_not_in_pickles(model: Small, images: Tensor, at: str, protocol: int) -> None:
     clean = run(model, images)
     drop = PORTABLE[at](model)
     average = copy.deepcopy(model)
@@ -92,7 +90,7 @@ class Owner(nn.Module):
         self.own = inject(self, Dropout(0.5), layers="net.layer1.*", name="own")
 
 
-def test_handle_stored_as_attribute_is_copied_with_its_model(images: torch.Tensor) -> None:
+def test_handle_stored_as_attribute_is_copied_with_its_model(images: Tensor) -> None:
     """As in a LightningModule."""
     owner = Owner()
     for twin in (copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))):
@@ -108,13 +106,13 @@ def test_handle_stored_as_attribute_is_copied_with_its_model(images: torch.Tenso
 class Counts(Dropout):
     calls: Any = 0
 
-    def regularize(self, x: torch.Tensor, rate: Any) -> torch.Tensor:
+    def regularize(self, x: Tensor, rate: Any) -> Tensor:
         self.calls += 1
         return x
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_regularizer_state_is_copied_not_shared(model: Small, images: torch.Tensor, how: str) -> None:
+def test_regularizer_state_is_copied_not_shared(model: Small, images: Tensor, how: str) -> None:
     """Hooks built from closures would share their state between copies."""
     inject(model, Counts(0.5), layers="fc")
     model(images)
@@ -144,10 +142,9 @@ def test_copied_handle_without_its_model(model: Small, drop: Injection) -> None:
     assert len(find(model)) == 1
 
 
-def test_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, images: torch.Tensor) -> None:
+def test_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, images: Tensor) -> None:
     """The copied weights are inference tensors, but the rate must not be one."""
-    drop = inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10))
-    drop.seek(5)
+    inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(10)).seek(5)
     with torch.inference_mode():
         twin = copy.deepcopy(model)
     with torch.inference_mode():
@@ -159,7 +156,7 @@ def test_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, images
 
 
 def test_averaged_model_adds_no_keys_and_is_deterministic_inside_disabled(
-    model: Small, drop: Injection, images: torch.Tensor
+    model: Small, drop: Injection, images: Tensor
 ) -> None:
     """AveragedModel copies the model in training mode, so it is stochastic by default."""
     assert model.state_dict().keys() == Small().state_dict().keys()
@@ -304,8 +301,7 @@ def fail(model: nn.Module) -> None:
 
 def delete_the_model(model: nn.Module) -> None:
     """The hooks are not removed explicitly."""
-    drop = inject(another := without_zeros(), Dropout(0.5), layers="*")
-    with drop.disabled():
+    with inject(another := without_zeros(), Dropout(0.5), layers="*").disabled():
         another(X)
 
 
@@ -334,7 +330,7 @@ def test_step_in_another_thread_during_a_probe_is_not_lost() -> None:
     class Trains(nn.Linear):
         thread: threading.Thread | None = None
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: Tensor) -> Tensor:
             if Trains.thread is None:
                 Trains.thread = threading.Thread(target=lambda: drop.step())
                 Trains.thread.start()

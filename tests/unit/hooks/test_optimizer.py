@@ -106,9 +106,7 @@ class TestResume:
     """A checkpoint restores the optimizer state but not the step count of the injection."""
 
     @staticmethod
-    def resumed(
-        optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-    ) -> tuple[nn.Module, Injection, Any]:
+    def resumed(optimizer_class: Any = torch.optim.AdamW) -> tuple[nn.Module, Injection, Any]:
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
         first = optimizer_class(model.parameters(), 1e-3)
         for _ in range(50):
@@ -147,9 +145,8 @@ class TestResume:
     )
     def test_other_steps_do_not_warn(self, restore: str) -> None:
         """Restored or explicit ones, and those of optimizers that count none."""
-        model, drop, optimizer = self.resumed(
-            torch.optim.SGD if restore == "without a step count" else torch.optim.AdamW
-        )
+        kind = torch.optim.SGD if restore == "without a step count" else torch.optim.AdamW
+        model, drop, optimizer = self.resumed(kind)
         if restore == "load_state_dict":
             saved = drop.state_dict()
             saved["injections"]["dropout"]["step_count"] = 50

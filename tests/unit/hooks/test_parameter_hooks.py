@@ -222,8 +222,7 @@ class TestContexts:
         spec = InjectionSpec.from_dict(drop.spec.to_dict())
         twin = nn.Sequential(copy.deepcopy(rnn))
         find(twin).remove()
-        again = inject(twin, spec)
-        again.load_state_dict(drop.state_dict())
+        inject(twin, spec).load_state_dict(drop.state_dict())
         torch.testing.assert_close(seeded(twin, x), seeded(model, x), rtol=0, atol=0)
         with find(model).disabled():
             torch.testing.assert_close(model(x), rnn.eval()(x), rtol=0, atol=0)
@@ -274,8 +273,7 @@ class TestRefusals:
         model = nn.Sequential(parametrizations.weight_norm(linear))
         with pytest.raises(LayerError, match="parametrizations"):
             inject(model, Dropout(p=0.5), layers="0", at="parameters")
-        drop = inject(model, Dropout(p=0.5), layers="0.parametrizations.*")
-        assert drop.probe(x).dropped > 0
+        assert inject(model, Dropout(p=0.5), layers="0.parametrizations.*").probe(x).dropped > 0
 
     def test_weights_that_are_no_parameters_any_more(self, linear, x):
         model, _ = placed(linear)

@@ -35,6 +35,7 @@ from hookdrop.hooks import penalties
 from hookdrop.testing import check_regularizer
 from tests.support.models import toy
 from tests.support.tensors import all_equal
+from tests.support.training import gradients_of
 
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -61,21 +62,15 @@ def of_layers(model: nn.Sequential, x: Tensor = X) -> Tensor:
     return by_hand(first) + by_hand(model[2].forward(torch.tanh(first)))
 
 
-def gradients(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
-    model.zero_grad()
-    loss().backward()
-    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
-
-
 # --- the sum
 
 
 def test_the_gradient_is_that_of_the_penalty_written_out() -> None:
     """The output is that of the layer itself."""
     model, drop = penalized()
-    expected = gradients(model, lambda: model(X).square().mean() + of_layers(model))
+    expected = gradients_of(model, lambda: model(X).square().mean() + of_layers(model))
     drop.penalty()
-    torch.testing.assert_close(gradients(model, lambda: model(X).square().mean() + drop.penalty()), expected)
+    torch.testing.assert_close(gradients_of(model, lambda: model(X).square().mean() + drop.penalty()), expected)
     assert torch.equal(model(X), net()(X))
 
 
@@ -105,9 +100,8 @@ def test_find_sums_over_names_and_skips_those_without_a_penalty() -> None:
 def test_a_handle_without_a_penalty_raises() -> None:
     model = net()
     drop = inject(model, Dropout(p=0.5), layers="1")
-    with pytest.raises(
-        InjectionError, match=r"'dropout' adds no term to the loss.\n  inject\(model, ActivationPenalty"
-    ):
+    says = r"'dropout' adds no term to the loss.\n  inject\(model, ActivationPenalty"
+    with pytest.raises(InjectionError, match=says):
         drop.penalty()
     drop.remove()
     for one, says in ((find(model), "this model adds no term"), (drop, r"penalty\(\): 'dropout' was removed")):
@@ -161,7 +155,7 @@ def test_torch_func_differentiates_a_penalty_that_is_read_inside() -> None:
     whole = torch.func.grad(loss)(weights, X)
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, X.unsqueeze(1))
     for found, x in ((whole, X), ({name: grad[1] for name, grad in each.items()}, X[1:2])):
-        expected = gradients(model, lambda x=x: model(x).square().mean() + drop.penalty())
+        expected = gradients_of(model, lambda x=x: model(x).square().mean() + drop.penalty())
         torch.testing.assert_close(list(found.values()), expected)
 
 
@@ -191,7 +185,7 @@ def test_copies_have_the_penalty_but_none_of_the_terms(twin_of: Callable[[nn.Mod
 @pytest.mark.parametrize("part", [slice(0, 4), slice(0, 2), slice(2, 4)])
 def test_a_checkpoint_counts_once_with_the_right_gradient(part: slice, early_stop: bool) -> None:
     model, drop = penalized()
-    expected = gradients(model, lambda: model(X).square().mean() + drop.penalty())
+    expected = gradients_of(model, lambda: model(X).square().mean() + drop.penalty())
 
     def checkpointed() -> Tensor:
         with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
@@ -200,7 +194,7 @@ def test_a_checkpoint_counts_once_with_the_right_gradient(part: slice, early_sto
             y = model[part.stop :](y) if part.stop < 4 else y
         return y.square().mean() + drop.penalty()
 
-    assert all_equal(gradients(model, checkpointed), expected)
+    assert all_equal(gradients_of(model, checkpointed), expected)
     assert drop.penalty() == 0
 
 
@@ -238,9 +232,9 @@ def test_unread_terms_of_earlier_updates_are_forgotten_so_that_a_late_reading_wo
     """Their graphs are used up: a backward pass through them would fail."""
     model, drop = penalized()
     train(model, 5)
-    found = gradients(model, lambda: model(X).square().mean() + drop.penalty())
+    found = gradients_of(model, lambda: model(X).square().mean() + drop.penalty())
     drop.remove()
-    torch.testing.assert_close(found, gradients(model, lambda: model(X).square().mean() + of_layers(model)))
+    torch.testing.assert_close(found, gradients_of(model, lambda: model(X).square().mean() + of_layers(model)))
 
 
 class Marker(torch.autograd.Function):
@@ -365,9 +359,8 @@ def test_the_first_tensor_of_an_lstm_or_the_chosen_one_is_penalized() -> None:
 
 def test_axes_that_are_probably_not_time_warn() -> None:
     model, image = nn.Sequential(nn.Identity()), torch.zeros(2, 3, 8, 8)
-    assert "as T=3; for a map use ActivationPenalty(slowness=0)" in "".join(
-        plan(model, ActivationPenalty(), layers="0", example_input=image).warnings
-    )
+    warned = plan(model, ActivationPenalty(), layers="0", example_input=image).warnings
+    assert "as T=3; for a map use ActivationPenalty(slowness=0)" in "".join(warned)
     inject(model, ActivationPenalty(time_dim=-1), layers="0")
     with pytest.warns(HookdropWarning, match="reads the last axis of"):
         model(image[0])

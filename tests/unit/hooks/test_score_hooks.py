@@ -155,8 +155,7 @@ class TestAgainstAttentionWrittenOut:
         model = nn.Sequential(Mixer(SDPA))
         for other in (model, nn.Sequential(Mixer(written_out))):
             assert plan(other, DropKey(0.1), layers="0", example_input=tokens(64)).sites[0].shape == (N, H, 64, 64)
-        drop = inject(model, DropKey(0.1), layers="0")
-        with drop.recording() as recorded:
+        with inject(model, DropKey(0.1), layers="0").recording() as recorded:
             model(tokens(64))
         assert recorded["0"].before.shape == (N, H, 64, 64)
         assert abs(recorded.totals.dropped - 0.1) < 5.0 * math.sqrt(0.09 / (N * H * 64 * 64))
@@ -166,8 +165,7 @@ class TestAgainstAttentionWrittenOut:
 
 class TestMaskedKeys:
     def test_a_query_keeps_all_keys_if_all_would_be_dropped(self) -> None:
-        scores = torch.randn(2000, 1, 2)
-        dropped = drop_key(scores, 0.9).isneginf()
+        dropped = drop_key(torch.randn(2000, 1, 2), 0.9).isneginf()
         assert not dropped.all(-1).any()
         kept = (~dropped).all(-1).double().mean().item()
         expected = 0.9**2 + 0.1**2

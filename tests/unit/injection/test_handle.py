@@ -197,14 +197,9 @@ class TestSeveralInjections:
         inject(model, DropBlock(0.2, 3), layers="layer1.*", schedule=LinearSchedule(10)).step()
         inject(model, Dropout(0.4), layers="fc")
         every: Any = find(model)
-        for read in (
-            lambda: every.step_count,
-            lambda: every.schedule,
-            lambda: every.spec,
-            lambda: find(nn.ReLU()).spec,
-        ):
+        for use in (lambda: every.step_count, lambda: every.schedule, lambda: every.spec, lambda: find(nn.ReLU()).spec):
             with pytest.raises(InjectionError):
-                read()
+                use()
 
     def test_injections_are_probed_together(self, model: Small, images: torch.Tensor) -> None:
         inject(model, DropBlock(0.2, 3), layers="layer1.*", schedule=LinearSchedule(10))

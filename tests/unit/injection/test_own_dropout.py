@@ -77,9 +77,8 @@ def attending() -> nn.Module:
 
 def by_parent() -> nn.Module:
     """Passes its own flag to the block inside."""
-    return toy(
-        lambda m, x: m.inner(x, m.training), inner=toy(lambda m, x, training: F.dropout(x, m.p, training), p=0.3)
-    )
+    inner = toy(lambda m, x, training: F.dropout(x, m.p, training), p=0.3)
+    return toy(lambda m, x: m.inner(x, m.training), inner=inner)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -119,9 +118,7 @@ def inputs(name: str) -> Tensor:
 
 def footprint(model: nn.Module) -> Any:
     modules = list(model.modules())
-    tables = [
-        list(getattr(module, name)) for module in modules for names in HOOK_TABLES for name in (names[0], *names[1])
-    ]
+    tables = [list(getattr(m, name)) for m in modules for names in HOOK_TABLES for name in (names[0], *names[1])]
     numbers = [{k: v for k, v in vars(module).items() if isinstance(v, int | float)} for module in modules]
     return tables, numbers, {name: x.clone() for name, x in model.state_dict().items()}.keys(), fast_path()
 
@@ -157,8 +154,7 @@ class TestSampling:
     def test_samples_are_those_of_the_flags_set_by_hand(self) -> None:
         model = nn.Sequential(Block(), nn.Dropout(0.1), shared()).eval()
         statistics = copy.deepcopy(model.state_dict())
-        own = inject(model, set_dropout(), example_input=X)
-        with own.sampling():
+        with inject(model, set_dropout(), example_input=X).sampling():
             found = [evaluated(model, seed=seed) for seed in range(5)]
         with training(*model):
             assert all(torch.equal(evaluated(model, seed=seed), one) for seed, one in enumerate(found))
@@ -347,8 +343,7 @@ class TestMeasuring:
 
     def test_eval_mode_and_rates_of_0_are_no_calls(self) -> None:
         model = nn.Sequential(Block(), nn.Dropout(0.0)).train()
-        own = inject(model, set_dropout(), example_input=X)
-        with own.recording() as r:
+        with inject(model, set_dropout(), example_input=X).recording() as r:
             model(X)
             evaluated(model.eval())
         assert {name: effect.calls for name, effect in r.totals.sites.items()} == {"0.p": 1, "1": 0}

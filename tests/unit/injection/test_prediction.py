@@ -76,14 +76,11 @@ class TestStatistics:
             assert torch.allclose(found.mutual_information.double(), information, atol=1e-6)
             assert information.max() > 1e-3
 
-    @pytest.mark.parametrize(
-        ("shape", "axis"), [((2, 5), -1), ((2, 7, 5), -1), ((2, 5, 6, 4), 1), ((2, 5, 3, 6, 4), 1)]
-    )
-    def test_class_axis(self, shape: tuple[int, ...], axis: int) -> None:
-        model = nn.Sequential(nn.Identity())
-        found = predict(model, Dropout(0.5), "0", torch.randn(shape), samples=8)
-        assert torch.allclose(found.mean.sum(axis), torch.ones(()), atol=1e-5)
-        assert found.entropy.shape == found.mutual_information.shape == found.mean.sum(axis).shape
+    @pytest.mark.parametrize(("shape", "dim"), [((2, 5), -1), ((2, 7, 5), -1), ((2, 5, 6, 4), 1), ((2, 5, 3, 6, 4), 1)])
+    def test_class_axis(self, shape: tuple[int, ...], dim: int) -> None:
+        found = predict(nn.Sequential(nn.Identity()), Dropout(0.5), "0", torch.randn(shape), samples=8)
+        assert torch.allclose(found.mean.sum(dim), torch.ones(()), atol=1e-5)
+        assert found.entropy.shape == found.mutual_information.shape == found.mean.sum(dim).shape
 
 
 class TestModel:
@@ -157,10 +154,8 @@ class TestInput:
         assert drop.predict(batch, samples=10).mean.shape == (4, 3)
         assert drop.predict([batch, (batch, 0)], samples=2).mean.shape == (8, 3)
         assert set().union(*seen) == {"input_ids"}
-        named = toy(
-            lambda m, input_ids, labels, **_: m.embedding(input_ids).mean(1) + labels[:, None],
-            embedding=nn.Embedding(10, 3),
-        )
+        labeled = lambda m, input_ids, labels, **_: m.embedding(input_ids).mean(1) + labels[:, None]
+        named = toy(labeled, embedding=nn.Embedding(10, 3))
         drop = inject(named, Dropout(0.5), layers="embedding")
         for data in (batch, (batch["input_ids"], batch["labels"])):
             assert drop.predict(data, samples=2).mean.shape == (4, 3)
@@ -226,8 +221,7 @@ class FixedMasks(Regularizer):
         return self.n
 
     def regularize(self, x: Tensor, rate: None) -> Tensor:
-        factors = torch.arange(self.n, dtype=x.dtype).repeat_interleave(x.shape[0] // self.n)
-        return x * factors[:, None]
+        return x * torch.arange(self.n, dtype=x.dtype).repeat_interleave(x.shape[0] // self.n)[:, None]
 
 
 class TestFixedMasks:
@@ -252,10 +246,8 @@ class TestFixedMasks:
 def detect(m: Any, images: list[Tensor]) -> list[dict[str, Tensor]]:
     """Takes a list of images, and returns a dict for each, as torchvision's detectors do."""
     m.seen.append((m.training, torch.is_grad_enabled()))
-    return [
-        {"scores": row[row > 0], "boxes": torch.zeros(int((row > 0).sum()), 4)}
-        for row in m.backbone(torch.stack(images))
-    ]
+    rows = m.backbone(torch.stack(images))
+    return [{"scores": row[row > 0], "boxes": torch.zeros(int((row > 0).sum()), 4)} for row in rows]
 
 
 class Writer(nn.Sequential):
@@ -354,11 +346,9 @@ def test_a_batch_gives_what_its_rows_give_alone(name: str) -> None:
     case = FORWARD[name]
     torch.manual_seed(0)
     model, x = case.model(), case.input()
-    layer = "1" if "input" in case.places else "0"
-    drop = inject(model, case.regularizer, layers=layer)
+    drop = inject(model, case.regularizer, layers="1" if "input" in case.places else "0")
     found = outputs(drop, x)
-    alone = torch.cat([outputs(drop, row) for row in x.split(1)], 1)
-    torch.testing.assert_close(found, alone)
+    torch.testing.assert_close(found, torch.cat([outputs(drop, row) for row in x.split(1)], 1))
     torch.testing.assert_close(outputs(drop, x[:3]), found[:, :3])
     assert (found[1:] != found[0]).any()
 

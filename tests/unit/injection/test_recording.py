@@ -62,8 +62,7 @@ def test_recording_does_not_change_masks_gradients_or_rng_state(model: Small, im
 
 def test_later_in_place_operations_do_not_change_the_record() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True))
-    drop = inject(model, Dropout(0.5), layers="0")
-    with drop.recording() as r:
+    with inject(model, Dropout(0.5), layers="0").recording() as r:
         out = model(torch.randn(8, 16))
     assert (r["0"].after < 0).any()
     assert torch.equal(r["0"].after.relu(), out)
@@ -316,15 +315,13 @@ class TestNoSideEffects:
         draws = toy(lambda m, x: x * (1 + 0 * random.random() + 0 * np.random.rand()))
         model = nn.Sequential(draws)
         before = random.getstate(), np.random.get_state()[1].copy()
-        drop = inject(model, Dropout(0.5), layers="0", example_input=ROWS)
-        drop.probe(ROWS)
+        inject(model, Dropout(0.5), layers="0", example_input=ROWS).probe(ROWS)
         assert random.getstate() == before[0]
         assert np.array_equal(np.random.get_state()[1], before[1])
 
     def test_eval_identical_is_none_without_tensor_outputs(self) -> None:
         model = toy(lambda m, x: m.fc(x) is None or object(), fc=nn.Linear(8, 8))
-        drop = inject(model, Dropout(0.5), layers="fc")
-        result = drop.probe(ROWS)
+        result = inject(model, Dropout(0.5), layers="fc").probe(ROWS)
         assert result.eval_identical is None
         assert "identical" not in str(result)
 

@@ -281,7 +281,6 @@ def test_plan_shows_how_axes_are_interpreted(model: Small, images: torch.Tensor,
 
 @pytest.mark.parametrize(("shape", "reading"), [((2, 3, 4), "C=3 L=4"), ((2, 3, 4, 5, 6), "C=3 D=4 H=5 W=6")])
 def test_plan_names_the_axes_of_sequences_and_volumes(shape: tuple[int, ...], reading: str) -> None:
-    drafted = plan(
-        nn.Sequential(nn.Identity()), DropBlock(0.1, 2, channel_dim=1), layers="0", example_input=torch.ones(shape)
-    )
+    model = nn.Sequential(nn.Identity())
+    drafted = plan(model, DropBlock(0.1, 2, channel_dim=1), layers="0", example_input=torch.ones(shape))
     assert drafted.sites[0].reading == reading

@@ -74,11 +74,8 @@ class every_linear(Recipe):
     p: float = 0.2
 
     def sites(self, model: nn.Module, survey: Any) -> Sequence[RecipeSite]:
-        return [
-            RecipeSite(name, Dropout(self.p), factor=0.5, group=name.partition(".")[0])
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear)
-        ]
+        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        return [RecipeSite(name, Dropout(self.p), factor=0.5, group=name.partition(".")[0]) for name in linear]
 
 
 def blocks() -> nn.Module:
@@ -94,9 +91,8 @@ class TestInject:
         assert placed.spec.to_dict() == expected.spec.to_dict()
 
     def test_a_mapping_and_objects_work_too(self) -> None:
-        spec = InjectionSpec(
-            {"0": "Dropout(p=0.1)", "2": Dropout(0.2)}, schedule=LinearSchedule(steps=1.0), p_scale="depth"
-        )
+        regularizers = {"0": "Dropout(p=0.1)", "2": Dropout(0.2)}
+        spec = InjectionSpec(regularizers, schedule=LinearSchedule(steps=1.0), p_scale="depth")
         assert [site.target for site in plan(model(), spec, total_steps=3).sites] == [0.1, 0.2]
 
     def test_a_spec_has_all_settings(self) -> None:
@@ -265,8 +261,7 @@ class TestRecipe:
 
 
 def changed(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    injections = {name: one | changes for name, one in saved["injections"].items()}
-    return saved | {"injections": injections}
+    return saved | {"injections": {name: one | changes for name, one in saved["injections"].items()}}
 
 
 def test_state_dict_contents() -> None:
@@ -280,13 +275,8 @@ def test_state_dict_contents() -> None:
         "schedule": "LinearSchedule(steps=20)",
         "name": "dropblock",
     }
-    saved = {
-        "step_count": 3,
-        "enabled": True,
-        "sites": ["layer1.0", "layer1.1"],
-        "target_p": [0.2, 0.2],
-        "start": [0.0, 0.0],
-    }
+    rates = {"target_p": [0.2, 0.2], "start": [0.0, 0.0]}
+    saved = {"step_count": 3, "enabled": True, "sites": ["layer1.0", "layer1.1"], **rates}
     assert drop.state_dict() == {"version": 2, "injections": {"dropblock": saved | {"spec": json.dumps(spec)}}}
     wrapped.load_state_dict(json.loads(json.dumps(drop.state_dict())))
     assert wrapped.state_dict() == drop.state_dict()

@@ -53,8 +53,7 @@ def titles(figure: Figure) -> list[str]:
 
 class TestRecordings:
     def test_maps_are_three_rows_of_channels_with_one_color_scale(self, model: Small, images: torch.Tensor) -> None:
-        drop = inject(model, DropBlock(0.3, 3), layers="layer1.*")
-        with drop.recording() as r:
+        with inject(model, DropBlock(0.3, 3), layers="layer1.*").recording() as r:
             model(images)
         figure = r.plot_features(sample=2, channels=5)
         assert titles(figure) == [
@@ -78,8 +77,7 @@ class TestRecordings:
         ]
 
     def test_plot_masks(self, model: Small, images: torch.Tensor) -> None:
-        drop = inject(model, Dropout(0.3), layers=["layer1", "fc"])
-        with drop.recording() as r:
+        with inject(model, Dropout(0.3), layers=["layer1", "fc"]).recording() as r:
             model(images)
         shown = images_of(r.plot_masks("layer1", sample=1, channels=3))
         assert len(shown) == 3
@@ -153,8 +151,7 @@ class TestSchedules:
 class TestClassActivationMaps:
     def test_images_above_one_row_for_each_model(self) -> None:
         before, after = torch.rand(3, 8, 8), torch.ones(3, 8, 8)
-        figure = CamComparison(torch.rand(3, 1, 8, 8), [1, 2, 3], before, after).plot(most=2)
-        axes = all_axes(figure)
+        axes = all_axes(CamComparison(torch.rand(3, 1, 8, 8), [1, 2, 3], before, after).plot(most=2))
         assert [a.get_ylabel() for a in axes[::2]] == ["image", "before", "after"]
         widths = [f"{w:.0%} above half" for w in (before > 0.5).float().mean((1, 2))[:2]]
         assert [a.get_title() for a in axes] == ["class 1", "class 2", *widths, *["100% above half"] * 2]
@@ -225,8 +222,7 @@ def test_columns_and_rows(shape: tuple[int, ...], activation: str | None, panels
 
 @pytest.mark.parametrize("shape", [(20, 1), (20,)])
 def test_single_numbers_have_error_bars_and_the_most_uncertain_are_red(shape: tuple[int, ...]) -> None:
-    figure = predicted(*shape, activation=None).plot(rows=5)
-    (axes,) = figure.axes
+    (axes,) = predicted(*shape, activation=None).plot(rows=5).axes
     gray, red = axes.containers
     assert [len(one.lines[0].get_xdata()) for one in (gray, red)] == [15, 5]
     assert red.lines[0].get_ydata().min() > gray.lines[0].get_ydata().mean()

@@ -86,8 +86,7 @@ class TestForeignModules:
     def test_inplace_is_disabled_on_the_copy_of_each_site(self) -> None:
         given = nn.Dropout(0.4, inplace=True)
         model = nn.Sequential(nn.Sigmoid(), nn.Sigmoid())
-        drop = inject(model, given, layers="*", p_scale="depth")
-        assert [site.p for site in drop.sites] == [0.2, 0.4]
+        assert [site.p for site in inject(model, given, layers="*", p_scale="depth").sites] == [0.2, 0.4]
         model(torch.randn(8, requires_grad=True)).sum().backward()
         assert given.inplace
 

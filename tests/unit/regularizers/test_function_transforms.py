@@ -136,9 +136,7 @@ def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @IN_CONTEXT
 @cases(REPRESENTATIVE)
-def test_inject_and_step_inside_a_context_train_outside(
-    case: Case, context: Callable[[], AbstractContextManager[Any]]
-) -> None:
+def test_inject_and_step_inside_a_context_train_outside(case: Case, context: Callable[[], Any]) -> None:
     model, x = case.model(), case.input()
     clean = copy.deepcopy(model)
     drop = inject(clean, case.regularizer, layers=SITES, schedule=LinearSchedule(4))

@@ -5,7 +5,7 @@ import math
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -111,8 +111,7 @@ class TestTokenDropout:
         zero = y[:, prefix:] == 0
         assert torch.equal(zero.all(2), zero.any(2))
         assert within(zero.double().mean(), p, math.sqrt(p * (1 - p)), 1e6)
-        rest = y[:, prefix:][~zero].unique()
-        assert torch.equal(rest, torch.tensor([1 / (1 - p)]).to(dtype))
+        assert torch.equal(y[:, prefix:][~zero].unique(), torch.tensor([1 / (1 - p)]).to(dtype))
 
     def test_p_1_drops_all_but_the_prefix(self) -> None:
         x = torch.randn(3, 5, 4, requires_grad=True)
@@ -201,9 +200,7 @@ def changed_with_the_same_draws(x: Tensor) -> Tensor:
     [(MixStyle(0.5, alpha=0.3), mixed_with_the_same_draws), (DSU(0.5), changed_with_the_same_draws)],
     ids=["MixStyle", "DSU"],
 )
-def test_matches_the_paper_with_the_same_draws(
-    regularizer: Regularizer, paper: Callable[[Tensor], Tensor], seed: int
-) -> None:
+def test_matches_the_paper_with_the_same_draws(regularizer: Regularizer, paper: Any, seed: int) -> None:
     """Output and gradient; unchanged with probability 1/2."""
     x, weight, results = styled(dtype=torch.float64).requires_grad_(), torch.randn(6, 3, 5, 5), []
     for function in (regularizer, paper):
@@ -282,8 +279,7 @@ def test_matches_the_papers_layer(n: int, shape: tuple[int, ...], channel_dim: i
     torch.testing.assert_close(found, expected)
     assert torch.equal(found, masksembles(x, n, seed=5, channel_dim=channel_dim))
     weight = torch.randn_like(x)
-    gradients = [torch.autograd.grad((y * weight).sum(), x)[0] for y in (found, expected)]
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*[torch.autograd.grad((y * weight).sum(), x)[0] for y in (found, expected)])
 
 
 def test_masks_depend_on_the_name_of_the_layer_only() -> None:

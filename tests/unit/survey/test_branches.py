@@ -81,11 +81,8 @@ def skip_as_argument() -> nn.Module:
     """BERT: another module adds the residual."""
 
     def output() -> nn.Module:
-        return toy(
-            lambda m, hidden, residual: m.norm(m.linear(hidden) + residual),
-            linear=nn.Linear(C, C),
-            norm=nn.LayerNorm(C),
-        )
+        forward = lambda m, hidden, residual: m.norm(m.linear(hidden) + residual)
+        return toy(forward, linear=nn.Linear(C, C), norm=nn.LayerNorm(C))
 
     return toy(
         lambda m, x: m.d(m.c(y := m.b(m.a(x), residual=x)), residual=y),

@@ -44,9 +44,7 @@ FOUND: dict[str, nn.Module] = {
     "positional": toy(lambda net, x: F.dropout(x, net.rate, net.training), rate=0.2),
     "a rate of 0": toy(lambda net, x: F.dropout(x, net.rate, net.training), rate=0.0),
     "an integer 0": toy(lambda net, x: attention(x, net.rate), rate=0),
-    "converted and conditional": toy(
-        lambda net, x: F.dropout1d(x, p=float(net.rate) if net.training else 0.0), rate=0.3
-    ),
+    "converted and conditional": toy(lambda m, x: F.dropout1d(x, p=float(m.rate) if m.training else 0.0), rate=0.3),
     "skipped at 0": toy(lambda net, x: F.dropout(x, net.rate) if net.rate > 0 else x, rate=0.0),
     "alpha dropout": toy(lambda net, x: F.alpha_dropout(x, net.rate, net.training), rate=0.2),
     "attention": toy(lambda net, x: attention(x, net.rate if net.training else 0.0), rate=0.2),
@@ -96,8 +94,7 @@ def rates(model: nn.Module, example: Any = X, **settings: Any) -> list[tuple[str
 class TestForwards:
     @pytest.mark.parametrize("name", FOUND)
     def test_attribute_that_a_drop_reads_is_found(self, name: str, fake: bool) -> None:
-        model = nn.Sequential(nn.Identity(), FOUND[name])
-        found = find_drop_rates(model, X, fake=fake)
+        found = find_drop_rates(nn.Sequential(nn.Identity(), FOUND[name]), X, fake=fake)
         assert [(rate.layer, rate.attribute) for rate in found.rates] == [("1", "rate")]
         assert found.out_of_reach == {}
 
@@ -116,9 +113,7 @@ class TestForwards:
 
 class TestKinds:
     def test_drops_of_samples(self) -> None:
-        nets = [
-            FOUND[name] for name in ("positional", "timm's drop path", "transformers' drop path", "a skipped layer")
-        ]
+        nets = [FOUND[key] for key in ("positional", "timm's drop path", "transformers' drop path", "a skipped layer")]
         found = find_drop_rates(nn.Sequential(*nets), X)
         assert sorted(rate.layer for rate in found.per_sample) == ["1", "2"]
 

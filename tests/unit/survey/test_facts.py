@@ -107,8 +107,7 @@ def test_spec_of_all_injections_places_a_recipe_again() -> None:
     """`find` has the order of the definition, and a recipe that of the execution."""
     example = (X, True)
     inject(model := Routed(), stochastic_depth(p=0.3), example_input=example).target_p = 0.6
-    spec = find(model).spec
-    drop = inject(Routed(), spec, example_input=example)
+    drop = inject(Routed(), find(model).spec, example_input=example)
     assert drop.target_p == 0.6
     assert sorted(site.name for site in drop.sites) == ["early.b", "late.b"]
 

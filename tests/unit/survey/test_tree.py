@@ -53,8 +53,7 @@ def test_patterns_of_the_rows_select_each_layer_once(found: tuple[nn.Module, Lay
     for pattern, rest in rows(listed):
         names = [layer.name for layer in select(model, pattern).layers]
         assert len(names) == (int(rest.partition("(x ")[2].partition(")")[0]) if "(x " in rest else 1)
-        types = {one.type for one in listed if one.name in names}
-        assert types == {rest.split()[0]}
+        assert {one.type for one in listed if one.name in names} == {rest.split()[0]}
         selected += names
     assert sorted(selected) == sorted(name for name, _ in model.named_modules() if name)
 

@@ -185,8 +185,7 @@ def test_an_unknown_check_or_shape_raises() -> None:
         regularizer_checks(Zeroing(), expected_failures={"p_mean_p": ""})
     with pytest.raises(ValueError, match="example=x"):
         regularizer_checks(OneAxis())
-    checks = regularizer_checks(OneAxis(), torch.randn(6))
-    assert dict(checks)["p_means_p"]() is None
+    assert dict(regularizer_checks(OneAxis(), torch.randn(6)))["p_means_p"]() is None
 
 
 def test_random_states_and_modes_are_restored() -> None:

@@ -94,8 +94,7 @@ def test_first_floating_point_tensor_an_index_or_a_key_selects_one_tensor(value:
 
 
 def test_all_selects_every_floating_point_tensor() -> None:
-    value = (ONES, INTEGERS, {"x": ONES, "y": SCALAR}, [ONES])
-    out = regularized_output(value, tensor="all")
+    out = regularized_output((ONES, INTEGERS, {"x": ONES, "y": SCALAR}, [ONES]), tensor="all")
     assert torch.equal(out[0], ZEROS)
     assert out[1] is INTEGERS
     assert torch.equal(out[2]["x"], ZEROS)
@@ -203,8 +202,7 @@ def reference_matches(pattern: list[str], name: list[str]) -> bool:
         return not name
     head, *rest = pattern
     if head == "**":
-        shortest = 0 if rest else 1
-        return any(reference_matches(rest, name[k:]) for k in range(shortest, len(name) + 1))
+        return any(reference_matches(rest, name[k:]) for k in range(0 if rest else 1, len(name) + 1))
     return bool(name) and fnmatchcase(name[0], head) and reference_matches(rest, name[1:])
 
 
@@ -216,9 +214,7 @@ def reference(model: nn.Module, pattern: str) -> list[str]:
 
 
 @given(tree=TREES, patterns=st.lists(PATTERNS, min_size=1, max_size=3), data=st.data())
-def test_globs_agree_with_a_reference_resolver(
-    tree: dict[str, object], patterns: list[str], data: st.DataObject
-) -> None:
+def test_globs_agree_with_a_reference(tree: dict[str, object], patterns: list[str], data: st.DataObject) -> None:
     model = build(tree)
     known = [name for name, _ in model.named_modules() if name]
     matching = st.sampled_from(["*", "**", "**.1*", *known]).filter(lambda pattern: reference(model, pattern))
@@ -294,21 +290,9 @@ def test_named_layers_with_a_module_cycle() -> None:
 def test_invalid_entries_raise(model: Small) -> None:
     """Also if other entries match."""
     none = lambda name, module: False
-    for layers in (
-        [],
-        "",
-        dict,
-        none,
-        3,
-        None,
-        1.5,
-        b"layer1",
-        [["layer1"]],
-        {"layer1.*": 1},
-        ["layer1.*", "layer9.*"],
-    ):
+    for wrong in ([], "", dict, none, 3, None, 1.5, b"layer1", [["layer1"]], {"layer1.*": 1}, ["layer1.*", "layer9.*"]):
         with pytest.raises((LayerError, TypeError)):
-            names(model, layers)
+            names(model, wrong)
     for exclude in ("layer9.*", "layer9"):
         with pytest.raises(LayerError, match="`exclude`"):
             names(model, "layer1.*", exclude=exclude)

@@ -261,10 +261,8 @@ def test_recomputes_forward() -> None:
     from torch._functorch import config
 
     assert not internals.recomputes_forward()
-    for name, value in {
-        "activation_memory_budget": 0.9,
-        "activation_memory_budget_require_full_coverage": False,
-    }.items():
+    settings = {"activation_memory_budget": 0.9, "activation_memory_budget_require_full_coverage": False}
+    for name, value in settings.items():
         if hasattr(config, name):
             with config.patch({name: value}):
                 assert internals.recomputes_forward()
