@@ -282,7 +282,9 @@ def demo() -> Iterator[ModuleType]:
         yield importlib.import_module("demo")
 
 
-def test_demo_plans_ramps_removes_trains_in_pairs_and_writes_a_page(demo: ModuleType, tmp_path: Path, capsys: Any) -> None:
+def test_demo_plans_ramps_removes_trains_in_pairs_and_writes_a_page(
+    demo: ModuleType, tmp_path: Path, capsys: Any
+) -> None:
     page = demo.main(["--out", str(tmp_path), "--seeds", "1", "--epochs", "1", "--workers", "1"]).read_text()
     printed = capsys.readouterr().out
     assert re.findall(r"p = (\S+), measured (\d.\d)", printed) == [("0.00", "0.0"), ("0.05", "0.0"), ("0.10", "0.1")]
@@ -307,7 +309,11 @@ def test_the_verdict_of_the_demo_agrees_with_scipy(
 ) -> None:
     found = demo.verdict([26.0] * 6, after)
     logs = np.log(np.array(after) / 26.0)
-    p = pytest.importorskip("scipy.stats").permutation_test((logs,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
+    p = (
+        pytest.importorskip("scipy.stats")
+        .permutation_test((logs,), np.mean, permutation_type="samples", n_resamples=np.inf)
+        .pvalue
+    )
     assert (p <= 0.05) == ("No clear" not in found.sentence)
     assert re.search(sentence, found.sentence)
     assert chance in found.limits
