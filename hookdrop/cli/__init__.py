@@ -118,14 +118,14 @@ def _parser() -> argparse.ArgumentParser:
     what = "list the layers of a model, and what fits each"
     layers = commands.add_parser("layers", help=what, description=what, parents=[common])
     layers.add_argument("entries", nargs="*", default=[], metavar="LAYERS", help=f"only these: {_ENTRY}")
-    layers.add_argument("--only", help="the same", **several)
+    layers.add_argument("--only", help="the same as LAYERS", **several)
     layers.set_defaults(regularizer=None)
 
     what = "show what an injection would do, including warnings"
     plan = commands.add_parser("plan", help=what, description=what, parents=[common])
     plan.add_argument("regularizer", metavar="REGULARIZER", help=_TEXT)
     plan.add_argument("entries", nargs="*", default=[], metavar="LAYERS", help=_ENTRY)
-    plan.add_argument("--layers", help="the same", **several)
+    plan.add_argument("--layers", help="the same as LAYERS", **several)
     plan.add_argument("--exclude", help="layers to skip", **several)
     plan.add_argument("--at", choices=("output", "input", "parameters"), help="what to regularize (default: output)")
     plan.add_argument("--p-scale", choices=P_SCALES[1:], help="change the rate with depth")

@@ -117,7 +117,7 @@ def _read(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
             return allowed[name]
         if name in NAMES:
             raise ValueError(
-                f"parse: {text!r} has no arguments: write '{name}(...)'.{signature_line(name, _named(name))}"
+                f"parse: {text!r} lacks its arguments: write '{name}(...)'.{signature_line(name, _named(name))}"
             )
         raise _unreadable(text)
     if name not in NAMES and name not in allowed:

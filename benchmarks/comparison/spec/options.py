@@ -33,7 +33,9 @@ _SETTINGS = {
 
 def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(description or "").partition(":")[0], allow_abbrev=False)
+    example = "example: compare.py --data pictures/ --model resnet18 --arms 'Dropout2d(p=0.1)' --layers 'layer4.*'"
+    title = (description or "").partition(":")[0]
+    parser = argparse.ArgumentParser(description=title, epilog=example, allow_abbrev=False)
     add = parser.add_argument
     add("--config", type=Path, help="YAML file, such as benchmarks/configs/quick.yaml; flags override its settings")
     add("--out", type=Path, help="folder for the report and the runs (default: runs/CONFIG_NAME)")
