@@ -84,8 +84,9 @@ def test_costs_are_those_of_the_committed_steps(name: str) -> None:
     assert ROWS[name][4:6] == [f"{COSTS[name][kind]:.2f}" for kind in ("time", "memory")]
 
 
-def test_the_readme_has_the_first_eight_rows() -> None:
-    assert re.findall(r"^\| \[(\w+)\]\(docs/methods", (ROOT / "README.md").read_text(), re.M) == list(ROWS)[:8]
+def test_the_readme_links_the_first_eight_methods() -> None:
+    methods = (ROOT / "README.md").read_text().partition("28 methods")[2]
+    assert re.findall(r"\[(\w+)\]\(docs/methods", methods) == list(ROWS)[:8]
 
 
 @pytest.mark.parametrize(
