@@ -240,7 +240,8 @@ def verdict(without: list[float], with_hooks: list[float]) -> Verdict:
     numbers = f"perplexity {a:.1f} without hooks, {b:.1f} with them ({change:+.0%}), lower in {lower} of {pairs} pairs"
     if p > 0.05:
         return Verdict(
-            f"No clear difference on unseen text: {numbers}.", f"p = {p:.2g} in {pairs} pairs; 6 or more can be clear."
+            f"No clear difference on unseen text: {numbers}.",
+            f"p = {p:.2g}; with fewer than 6 pairs, no difference can be clear.",
         )
     better = "better" if change < 0 else "worse"
     limits = f"If hooks changed nothing, a difference this clear would appear in {p:.0%} of such comparisons."

@@ -287,7 +287,9 @@ def test_demo_plans_ramps_removes_trains_in_pairs_and_writes_a_page(
 ) -> None:
     page = demo.main(["--out", str(tmp_path), "--seeds", "1", "--epochs", "1", "--workers", "1"]).read_text()
     printed = capsys.readouterr().out
-    assert re.findall(r"p = (\S+), measured (\d.\d)", printed) == [("0.00", "0.0"), ("0.05", "0.0"), ("0.10", "0.1")]
+    rates = [tuple(map(float, pair)) for pair in re.findall(r"p = (\S+), measured (\S+)", printed)]
+    assert [asked for asked, _ in rates] == [0.0, 0.05, 0.1]
+    assert all(measured == pytest.approx(asked, rel=0.2) for asked, measured in rates)  # over three standard errors
     assert "layer3.5.bn2" in page
     assert printed.count("are bit-equal") == page.count("are bit-equal") == 1
     assert "1 of 1 trained models" in page
@@ -301,7 +303,7 @@ def test_demo_plans_ramps_removes_trains_in_pairs_and_writes_a_page(
         ([24.0, 24.5, 24.2, 24.1, 24.9, 24.3], "better: .* lower in 6 of 6", "3%"),
         ([27.0, 27.5, 27.2, 27.1, 27.9, 27.3], "worse: .* lower in 0 of 6", "3%"),
         ([25.9, 26.2, 25.8, 26.1, 25.7, 26.4], "No clear difference", "p = "),
-        ([26.0] * 6, "No clear difference", "p = 1 "),
+        ([26.0] * 6, "No clear difference", "p = 1;"),
     ],
 )
 def test_the_verdict_of_the_demo_agrees_with_scipy(
