@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from hookdrop.survey.ops import AFFINE, CROPS, ENLARGING, FUSED_ATTENTION, MIXTURES, PARTS, PRODUCTS, SIZE_KEEPING
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
 
@@ -99,7 +100,8 @@ def find_gaps(
             why = f"it {how}" if one in mixtures else "a residual branch there does not end with a module"
             reasons.setdefault(_home_name(one), why)
             inside |= one.before - {one.root}
-    ops = [op for op in trace.ops if op.name in _ATTENTION and inside.isdisjoint(op.outputs)]
+    products = PRODUCTS | {FUSED_ATTENTION}
+    ops = [op for op in trace.ops if op.name in products and inside.isdisjoint(op.outputs)]
     apart = [op.call for op in ops if op.call and sum(node.fits and node.is_data for node in op.inputs) > 1]
     return reasons, tuple(dict.fromkeys(apart))
 
@@ -144,7 +146,7 @@ class _Search:
         if residual is not None:
             return self.roots.get(residual.skip, [residual.skip])
         inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data]
-        same = op.name in _CROPS or all(one.size == node.size for one in inputs)
+        same = op.name in CROPS or all(one.size == node.size for one in inputs)
         return self.roots.get(inputs[0], [inputs[0]]) if is_linear(op) and len(inputs) == 1 and same else []
 
     def _residual(self, op: Op) -> Residual | None:
@@ -221,7 +223,7 @@ class _Search:
         """Return a combination of a tensor and of what layers compute from it that is no plain addition."""
         gated = [node.op for node in op.inputs if op.name == "add" and node.op is not None and node.op.name == "mul"]
         terms = [node for one in gated or [op] for node in one.inputs if node.fits and node.is_data]
-        if op.name in _MIXTURES and len(op.outputs) == 1:
+        if op.name in MIXTURES and len(op.outputs) == 1:
             for skip, branch in itertools.permutations(dict.fromkeys(terms), 2):
                 if skip.size == branch.size and self._is_only_added(branch) and (root := self._root(skip, branch)):
                     return Residual(op, skip, branch, root)
@@ -306,12 +308,12 @@ def is_linear(op: Op) -> bool:
     """Whether an operation keeps the size of a tensor, or crops it, and is linear in it."""
     if op.name in ("masked_fill", "add", "sub"):  # `sum` of Python begins with 0
         return len(op.inputs) == 1 + (op.name == "masked_fill") and bool(op.args[-1] == 0)
-    return op.name in _LINEAR | _CROPS
+    return op.name in SIZE_KEEPING | CROPS
 
 
 def is_affine(op: Op) -> bool:
     """Whether an operation is linear, with or without weights, or an addition."""
-    return is_linear(op) or op.name in _AFFINE
+    return is_linear(op) or op.name in AFFINE
 
 
 def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
@@ -378,22 +380,3 @@ def _home_name(residual: Residual) -> str:
     while call is not None and call.start > max(first, root.index):
         call = call.parent
     return "" if call is None else call.name
-
-
-_LINEAR = frozenset(
-    re.findall(
-        r"\w+",
-        """view reshape view_as reshape_as flatten unflatten permute transpose swapaxes movedim moveaxis T mT t squeeze
-        unsqueeze contiguous clone to type type_as float half bfloat16 double detach data alias dropout dropout1d
-        dropout2d dropout3d feature_dropout mul div neg roll flip""",
-    )
-)
-"""Operations that keep the size and are linear in one tensor."""
-_CROPS = {"getitem", "narrow", "index_select"}
-"""Linear operations that choose rows, such as the crop of padded windows."""
-PARTS = _CROPS | {"split", "chunk", "unbind", "view", "reshape", "permute", "transpose", "contiguous", "flatten"}
-CONVS = {f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3)}
-ENLARGING = {"interpolate", "upsample", "pixel_shuffle", *(name for name in CONVS if "_" in name)}
-_AFFINE = {"linear", "conv1d", "conv2d", "conv3d", "matmul", "addmm", "add"}
-_MIXTURES = {"add", "sub", "rsub", "lerp", "addcmul", "addcdiv", "stack"}
-_ATTENTION = {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm"}

@@ -13,12 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hookdrop.survey.branches import CONVS, ENLARGING, PARTS, Residual, added
+from hookdrop.survey.branches import Residual, added
+from hookdrop.survey.ops import CATS, CONVS, ENLARGING, FUSED_ATTENTION, PARTS, PRODUCTS, VIEWS
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
-_ATTENTION = {"matmul", "bmm", "baddbmm", "einsum", "scaled_dot_product_attention"}
-_LAYOUT = {"view", "reshape", "permute", "transpose", "contiguous", "flatten", "unflatten", "squeeze"}
-_CAT = {"cat", "concat"}
+_ATTENTION = PRODUCTS - {"linear"} | {FUSED_ATTENTION}
 _LINEAR = CONVS | PARTS | ENLARGING | {"add", "mul", "pad", "dropout", "avg_pool2d", "max_pool2d"}
 _GATES = {"sigmoid", "softmax", "hardsigmoid"}
 
@@ -136,7 +135,7 @@ class ConvGraph:
         """Whether a norm follows a convolution, or a norm and an activation come before it."""
         before = conv.inputs[0].op
         return self.norm_after(conv.outputs[0]) is not None or (
-            before is not None and before.name not in _LAYOUT and before.inputs[0] in self._normed
+            before is not None and before.name not in VIEWS and before.inputs[0] in self._normed
         )
 
     def layer_after(self, conv: Op) -> Call | None:
@@ -149,7 +148,7 @@ class ConvGraph:
             users = self.trace.users.get(node, [])
             gated = [op for op in users if op.name == "mul" and len(op.inputs) == 2 and self.carriers(op) == [node]]
             user = gated[0] if gated else users[0] if len(users) == 1 else None
-            if user is None or not (gated or user.name in _CAT or (user.name in _LAYOUT and user.call is call)):
+            if user is None or not (gated or user.name in CATS or (user.name in VIEWS and user.call is call)):
                 break
             node = user.outputs[0]
         keeps = user is not None and user.outputs[0].shape == node.shape and user.name not in CONVS | _GATES
@@ -169,7 +168,7 @@ class ConvGraph:
                 # The norm may be an operation of a module that also activates.
                 is_op = norm is None or user.outputs[0] in self._normed
                 has_norm, node = True, user.outputs[0] if is_op or norm is None else norm.outputs[0]
-            elif user.name in _LAYOUT | _CAT or (user.name == "add" and len(self.carriers(user)) == 1):
+            elif user.name in VIEWS | CATS or (user.name == "add" and len(self.carriers(user)) == 1):
                 node = user.outputs[0]
             elif user.name == "add" and not has_norm:
                 return self.has_norm(conv), self.has_norm(conv)

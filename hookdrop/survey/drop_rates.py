@@ -20,19 +20,15 @@ from hookdrop.regularizers import DropPath, Regularizer
 from hookdrop.survey.branches import added, has_weights, is_affine
 from hookdrop.survey.heads import attention_cores
 from hookdrop.survey.isolation import attributes_of
+from hookdrop.survey.ops import DROPOUTS
 from hookdrop.survey.trace import Node, Op, Trace, Training, record
 from hookdrop.utils.select import has_forward
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _COMPUTED = {"timm.layers.drop.DropBlock2d": "drop_prob", "torchvision.ops.drop_block.DropBlock2d": "p"}
 """Modules whose rate no forward shows: they draw block seeds, whose probability they compute from it."""
-DROPS = {
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "native_dropout", "alpha_dropout"),
-    *("feature_dropout", "feature_alpha_dropout"),
-}
 ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 """Position of `dropout_p`."""
-RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _DRAWS = {"rand", "rand_like", "uniform"}
 _FILLS = {"full", "full_like", "new_full"}
 _COMPARISONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
@@ -182,7 +178,7 @@ class _Decisions(TorchFunctionMode):
         name = getattr(function, "__name__", "").strip("_")
         if name in ("bool", "item") and id(args[0]) in self._outcomes:
             return self._outcomes[id(args[0])][1]
-        if name in DROPS:  # at 0, it would return its input, which is no operation
+        if name in DROPOUTS:  # at 0, it would return its input, which is no operation
             args = [_RAISED if isinstance(arg, _Zero) else arg for arg in args]
             kwargs = {key: _RAISED if isinstance(arg, _Zero) else arg for key, arg in (kwargs or {}).items()}
         output = function(*args, **kwargs or {})
@@ -225,7 +221,7 @@ class Arrivals:
             module = self._modules[op.call.name]
             if (known := _known_attribute(module)) is not None:
                 rate = DropRate(op.call.name, known)
-                if op.name in DROPS or op.name in ATTENTION:
+                if op.name in DROPOUTS or op.name in ATTENTION:
                     self.ops.setdefault(rate, []).append(op)
                 elif isinstance(module, DropPath):
                     self.per_sample.append(rate)
@@ -233,7 +229,7 @@ class Arrivals:
                 draws.update(op.outputs)
             elif op.name in _FILLS:
                 filled[op.outputs[0]] = op.kwargs["fill_value"] if "fill_value" in op.kwargs else op.args[-1]
-            elif op.name in DROPS or op.name in ATTENTION:
+            elif op.name in DROPOUTS or op.name in ATTENTION:
                 self._at_drop(op, active_rate(op))
             elif op.name == "bernoulli":
                 self._at_draw(op, op.argument(1, "p", filled.get(op.args[0])), _keeps(trace, op))
@@ -312,7 +308,7 @@ def _attention_drops(trace: Trace) -> set[Op]:
         for op in (node.op for node in core.inputs):
             drops: set[Op] = set()
             while op is not None and op.name != "softmax" and len(op.inputs) == 1:
-                drops |= {op} if op.name in DROPS else set()
+                drops |= {op} if op.name in DROPOUTS else set()
                 op = op.inputs[0].op
             found |= drops if op is not None and op.name == "softmax" else set()
     return found

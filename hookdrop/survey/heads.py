@@ -18,13 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookdrop.survey.ops import FUSED_ATTENTION, HIDDEN_ATTENTION, PRODUCTS
+from hookdrop.survey.replay import HiddenOperationError, replay
 from hookdrop.survey.trace import Call, Node, Op, Trace
-from hookdrop.utils.tensor_tree import map_leaves, tensors
-
-_FUSED = "scaled_dot_product_attention"
-_PRODUCTS = {"matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "linear"}
-HIDDEN = {"multi_head_attention_forward", "native_multi_head_attention"}
-"""Attention as one function, which applies the weight of the projection without calling the layer."""
+from hookdrop.utils.tensor_tree import map_leaves
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class _NoHeadsError(Exception):
 
 def find_heads(trace: Trace) -> dict[str, Heads | str]:
     """Return the heads by the name of the layer whose input has them, or why a layer after attention has none."""
-    hidden = [op.call.name for op in trace.ops if op.name in HIDDEN and op.call is not None]
+    hidden = [op.call.name for op in trace.ops if op.name in HIDDEN_ATTENTION and op.call is not None]
     found: dict[str, Heads | str] = dict.fromkeys(hidden, "it computes its projection without calling the layer")
     projections: dict[Node, tuple[str, list[Op]]] = {}
     for core in attention_cores(trace):
@@ -72,11 +69,11 @@ def _cores(trace: Trace) -> Iterator[tuple[Op, list[tuple[Node, Op]]]]:
     weights: dict[Node, Op] = {}
     for op in trace.ops:
         known = [(node, weights[node]) for node in op.inputs if node in weights]
-        if op.name == _FUSED:
+        if op.name == FUSED_ATTENTION:
             yield op, []
         elif op.name == "softmax":
             weights.update(dict.fromkeys(op.outputs, op))
-        elif known and op.name in _PRODUCTS and not _has_weight(op):
+        elif known and op.name in PRODUCTS and not _has_weight(op):
             yield op, known
         elif known:
             weights.update(dict.fromkeys(op.outputs, max((softmax for _, softmax in known), key=_index)))
@@ -90,16 +87,16 @@ def find_scores(trace: Trace) -> dict[str, list[tuple[int, ...]]]:
 
     A function that hides its operations shows no shapes. A softmax over another axis than the last has no scores.
     """
-    pairs = [(op, op) for op in trace.ops if op.name in HIDDEN]
+    pairs = [(op, op) for op in trace.ops if op.name in HIDDEN_ATTENTION]
     for core, known in _cores(trace):
-        pairs += [(core, core)] if core.name == _FUSED else []
+        pairs += [(core, core)] if core.name == FUSED_ATTENTION else []
         pairs += [(core, softmax) for node, softmax in known if _are_weights(trace, node, softmax)]
     found: dict[str, list[tuple[int, ...]]] = {}
     for core, softmax in sorted(pairs, key=lambda pair: pair[0].index):
         around = core.call.around() if core.call else ()
         name = next((call.name for call in around if call.start < softmax.index), "")
         shapes = found.setdefault(name, [])
-        if core.name == _FUSED:
+        if core.name == FUSED_ATTENTION:
             query, key = (core.argument(index, name).shape for index, name in enumerate(("query", "key")))
             shapes.append((*query[:-1], key[-2]))
         elif core is not softmax:
@@ -128,11 +125,11 @@ def _follow(trace: Trace, core: Op) -> tuple[Call, Node] | str | None:
     for op in trace.ops[trace.ops.index(core) + 1 :]:
         if reached.isdisjoint(op.inputs):
             continue
-        if op.name in ("softmax", _FUSED):
+        if op.name in ("softmax", FUSED_ATTENTION):
             return None
         if op.name.startswith("conv") and _has_weight(op):
             return "its projection is a convolution, whose features are not on the last axis"
-        if op.name in _PRODUCTS and _has_weight(op):
+        if op.name in PRODUCTS and _has_weight(op):
             return _entered(trace, op, core, reached) or "it computes its projection without calling a layer"
         reached.update(op.outputs)
     return None
@@ -188,24 +185,10 @@ class _Chain:
 
     def repeat(self, values: Sequence[Tensor]) -> Tensor:
         """Compute the end from other values of the products."""
-        known = dict(zip(self.starts, values, strict=True))
-
-        def value(leaf: Any) -> Any:
-            if isinstance(leaf, Node):
-                found = known.get(leaf)
-                return self._constant(leaf) if found is None else found
-            return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
-
-        for op in self.ops:
-            if op.function is None:
-                raise _NoHeadsError(f"the way from attention to it is hidden ({op.name})")
-            if op.is_in_place:
-                known[op.inputs[0]] = value(op.inputs[0]).clone()
-            args, kwargs = map_leaves(op.args, value), map_leaves(op.kwargs, value)
-            result = op.function(*args, **kwargs)
-            made = [known[op.inputs[0]]] if op.is_in_place else tensors(result)
-            known.update(zip(op.outputs, made, strict=True))
-        return known[self.end]
+        try:
+            return replay(self.ops, dict(zip(self.starts, values, strict=True)), self._constant)[self.end]
+        except HiddenOperationError as error:
+            raise _NoHeadsError(f"the way from attention to it is hidden ({error})") from None
 
     def _constant(self, node: Node) -> Tensor:
         """Random numbers in place of other tensors, such as gates and the weights of norms."""

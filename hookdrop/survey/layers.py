@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from hookdrop.survey.branches import Branch, Residual, is_linear
+from hookdrop.survey.ops import COPIES
+from hookdrop.survey.replay import replay
 from hookdrop.survey.trace import Call, Node, Op, Trace
 from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.tensor_tree import TensorKey, fits, map_leaves, map_tensor, tensors
@@ -170,18 +172,13 @@ def _steps(node: Node, sums: Mapping[Node, Residual], since: int, loosely: bool 
 def _keeps(x: Node, steps: list[Step]) -> bool:
     """Whether these steps return `x` if the branches are 0: repeat them on numbers, without norms of tokens."""
     numbers = value = torch.arange(float(x.size), dtype=torch.float64).view(x.shape)
+
+    def zeros(node: Node) -> Tensor:
+        return torch.zeros(node.shape, dtype=node.dtype)
+
     for op, before in reversed(steps):
         if op.name == "batch_norm":
             return False
-
-        def given(leaf: Any, before: Node = before, value: Tensor = value) -> Any:
-            if leaf is before:
-                return value.clone()
-            return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Node) else leaf
-
-        if op.function is not None and op.name not in _COPIES and "norm" not in op.name:
-            value = op.function(*map_leaves(op.args, given), **map_leaves(op.kwargs, given))
+        if op.function is not None and op.name not in COPIES and "norm" not in op.name:
+            value = replay([op], {before: value}, zeros)[op.outputs[-1]]
     return torch.equal(value, numbers)
-
-
-_COPIES = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "detach", "data", "clone", "contiguous"}

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.survey.drop_rates import ATTENTION, DROPS, RECURRENT, DropRate, active_rate, arrivals_of
+from hookdrop.survey.drop_rates import ATTENTION, DropRate, active_rate, arrivals_of
 from hookdrop.survey.facts import Survey
+from hookdrop.survey.ops import DROPOUTS, RECURRENT
 from hookdrop.survey.trace import Call, Node, Op, Trace, record
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tables import some
@@ -23,7 +24,7 @@ Runners = Mapping[DropRate, tuple[str, ...]]
 """The names of the modules whose own forward runs the drops of each rate."""
 Step = tuple[Any, Call | None, str]
 """What was computed, in a form that is equal in equal forward passes; where; and its description."""
-_SAME = {*DROPS, "contiguous"}
+_SAME = {*DROPOUTS, "contiguous"}
 """Functions that return the values of their input: attention has another memory layout if it drops."""
 _MASKS = {"mul", "div", "where", "masked_fill"}
 
@@ -137,7 +138,7 @@ def _steps(
         if op.call is not None and any(one.name in only_drop for one in op.call.around()):
             continue
         computed = [node for node in map(undropped, op.inputs) if node in numbers or is_given(node)]
-        rate = 0.0 if op in drops or op.name not in (*DROPS, *ATTENTION) else active_rate(op)
+        rate = 0.0 if op in drops or op.name not in (*DROPOUTS, *ATTENTION) else active_rate(op)
         is_masked = not masks.isdisjoint(op.inputs) or any(isinstance(arg, float) and arg in scales for arg in op.args)
         if not computed:
             masks.update(op.outputs if op in drops or is_masked else ())

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.survey.heads import HIDDEN, attention_cores
+from hookdrop.survey.heads import attention_cores
 from hookdrop.survey.isolation import run_with_hooks
+from hookdrop.survey.ops import HIDDEN_ATTENTION
 from hookdrop.survey.trace import Node, Trace
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import map_tensor, tensors
@@ -37,7 +38,7 @@ def find_patches(trace: Trace) -> str | None:
     cores = {*attention_cores(trace)}
     inputs = dict.fromkeys(node for op in trace.ops for node in op.inputs if node.leaf == "input")
     images = [node for node in inputs if node.fits and len(node.shape) >= 4]
-    core = next((op for op in trace.ops if op.name in HIDDEN or op in cores), None)
+    core = next((op for op in trace.ops if op.name in HIDDEN_ATTENTION or op in cores), None)
     if len(images) != 1 or core is None:
         return None
     depends = trace.reached(images) - trace.reached(inputs.keys() - {*images})

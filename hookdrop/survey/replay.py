@@ -1,0 +1,45 @@
+"""Repeat recorded operations on other values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookdrop.survey.trace import Node, Op
+from hookdrop.utils.tensor_tree import map_leaves, tensors
+
+
+class HiddenOperationError(Exception):
+    """An operation that cannot be repeated, because code that `torch.jit` compiled hides it."""
+
+
+def replay(ops: Iterable[Op], values: Mapping[Node, Tensor], other: Callable[[Node], Tensor]) -> dict[Node, Tensor]:
+    """Compute operations again, and return the values of all their tensors, by node, on the CPU.
+
+    Args:
+        ops: the operations, in the order of execution.
+        values: the tensors to begin with.
+        other: returns the values of tensors that are neither given nor computed, such as weights.
+
+    Raises:
+        HiddenOperationError: an operation is hidden. What an operation raises is raised too.
+    """
+    known = dict(values)
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, Node):
+            return known[leaf] if leaf in known else other(leaf)
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    for op in ops:
+        if op.function is None:
+            raise HiddenOperationError(op.name)
+        if op.is_in_place:  # the values of the caller stay as they are
+            known[op.inputs[0]] = value(op.inputs[0]).clone()
+        result = op.function(*map_leaves(op.args, value), **map_leaves(op.kwargs, value))
+        made = [known[op.inputs[0]]] if op.is_in_place else tensors(result)
+        known.update(zip(op.outputs, made, strict=True))
+    return known
