@@ -97,7 +97,9 @@ def _returns_input(call: Call) -> bool:
 def find_skippable(trace: Trace, residuals: list[Residual], branches: Iterable[Branch]) -> dict[str, str]:
     """Return the layers around residual branches, each with the reason why it cannot be skipped; empty if it can."""
     sums = {residual.output: residual for residual in residuals}
-    names = _around_parts(trace, dict.fromkeys(branch.layer for branch in branches))
+    branches = list(branches)
+    around = [branch.layer for branch in branches if branch.layer != branch.end]
+    names = _around_parts(trace, dict.fromkeys(around or [branch.layer for branch in branches]))
     found = {}
     for name in names:
         reasons = [_reason(call, sums) for call in trace.calls_of[name]]

@@ -141,6 +141,20 @@ class Trace:
 
     ops: list[Op] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    modules: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
+    """The class of each module, and the shapes of its own parameters, by full name."""
+
+    @cached_property
+    def kinds(self) -> dict[str, int]:
+        """A number for each module, which is equal for modules of one class with equal shapes of all parameters."""
+        found, parts = dict[str, int](), dict[str, list[tuple[str, int]]]()
+        for name, (kind, shapes) in reversed(self.modules.items()):
+            inside = tuple(parts.get(name, ()))
+            found[name] = hash((kind, shapes, inside))
+            parent, _, last = name.rpartition(".")
+            if name and (shapes or inside):
+                parts.setdefault(parent, []).append((last, found[name]))
+        return found
 
     @cached_property
     def calls_of(self) -> dict[str, list[Call]]:
@@ -261,6 +275,9 @@ class _Recorder(TorchFunctionMode):
         """The last in-place change of each storage."""
         self.versions: dict[Node, int] = {}
         self.stack: list[Call] = []
+        for layer in named_layers(model):
+            shapes = tuple(tuple(p.shape) for p in layer.module.parameters(recurse=False))
+            self.trace.modules[layer.name] = type(layer.module).__name__, shapes
         for tensor in (*model.parameters(), *model.buffers()):
             self.leaf(tensor, "weight").has_weights = isinstance(tensor, nn.Parameter)
 
