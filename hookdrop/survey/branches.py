@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hookdrop.survey.ops import AFFINE, CROPS, ENLARGING, FUSED_ATTENTION, MIXTURES, PARTS, PRODUCTS, SIZE_KEEPING
@@ -49,6 +49,8 @@ class Residual:
     """What lies between the root and the branch, with both."""
     is_projection: bool = False
     """Whether the skip is computed from the root by layers."""
+    has_shared_end: bool = False
+    """Whether the module at the end of the branch returns a tensor that has other uses."""
     ends: list[list[Call]] = field(default_factory=list)
     """The calls that may be the end of each term of the branch, the last of the forward first."""
 
@@ -98,7 +100,8 @@ def find_gaps(
     for one in [*(one for one in everything if not one.ends), *shared, *mixtures]:
         if one.output not in inside and sums.isdisjoint(one.before - {one.root}):
             how = f"combines its skip and its branch by {one.op.name}(), not as skip + branch"
-            why = f"it {how}" if one in mixtures else "a residual branch there does not end with a module"
+            end = "ends with a tensor that has other uses" if one.has_shared_end else "does not end with a module"
+            why = f"it {how}" if one in mixtures else f"a residual branch there {end}"
             reasons.setdefault(_home_name(one), why)
             inside |= one.before - {one.root}
     products = PRODUCTS | {FUSED_ATTENTION}
@@ -156,7 +159,7 @@ class _Search:
         if terms is None:
             return None
         orders = [terms] if op.name != "add" else [terms, terms[::-1]]
-        orders = [(a, b) for a, b in orders if a.size == op.outputs[-1].size and a.is_data and b.is_data]
+        orders = [(a, b) for a, b in orders if a.size == op.outputs[-1].size and b.is_data]
         # A branch that has other uses, such as one that positions are added to, is no branch.
         sums = [Residual(op, a, b, inside) for a, b in orders if (inside := self.regions.before(b, op).inside)]
         for find in (self._stream, self._projection):
@@ -247,14 +250,23 @@ class _Search:
         if op.name != "add":
             return False
         known = self.found.get(skip)
-        path = [] if known else _path(skip, self.regions.before(skip, op).inside)
-        root = known.root if known else path[-1].inputs[0] if path else None
-        if root is None or (known and not known.is_projection) or not self.trace.leads(root, branch):
+        path = [] if known else self._path(skip, branch)
+        root = known.root if known and known.is_projection else path[-1].inputs[0] if path else None
+        if root is None or not self.trace.leads(root, branch):
             return False
         residual.root, residual.is_projection = root, True
         residual.before = self._between(root, branch, residual.inside)[0]
         around = [node.op for node in residual.before if node.op is not None and node is not root]
         return root in residual.before and (known is not None or _is_projection(path, around, residual))
+
+    def _path(self, skip: Node, branch: Node) -> list[Op]:
+        """Return the operations on one tensor that lead to a skip from what also leads to a branch, the last first."""
+        found: list[Op] = []
+        node: Node | None = skip
+        while node is not None and node.op is not None and not self.trace.leads(node, branch):
+            found.append(node.op)
+            node = _data_input(node.op)
+        return [] if node is None else found
 
     def _mixture(self, op: Op) -> Residual | None:
         """Return a combination of a tensor and of what layers compute from it that is no plain addition."""
@@ -291,6 +303,7 @@ class _Search:
             if not is_linear(node.op) or len(inputs) != 1:
                 break
             node = inputs[0]
+        residual.has_shared_end |= not calls and node not in residual.inside and bool(self._producers(node))
         yield calls
 
 
@@ -327,15 +340,6 @@ def _data_input(op: Op) -> Node | None:
     """Return the tensor that an operation changes, if it reads only one that depends on the example."""
     data = {one for one in op.inputs if one.fits and one.is_data}
     return data.pop() if len(data) == 1 else None
-
-
-def _path(node: Node, inside: Collection[Node]) -> list[Op]:
-    """Return the operations on one tensor that lead to a node inside a region, the last first."""
-    found: list[Op] = []
-    while node in inside and node.op is not None and (source := _data_input(node.op)) is not None:
-        found.append(node.op)
-        node = source
-    return [] if node in inside else found
 
 
 def is_linear(op: Op) -> bool:
@@ -399,25 +403,16 @@ def _layers(trace: Trace, residuals: list[Residual], usable: set[str]) -> dict[R
         patterns.setdefault(home, {})[ends[residual]] = re.sub(r"\.\d+(?=\.)", ".#", f".{ends[residual]}.")
     # Several ends whose names differ in an index only belong to several layers.
     stacks = {home for home, names in patterns.items() if not home or len(set(names.values())) < len(names)}
-    stacks |= {home for home in homes.values() if _repeats(trace, home, homes.values())}
+    # An encoder may have a branch of its own, such as positions that a convolution computes.
+    layers = trace.repeated(homes.values())
+    inside = [name.rpartition(".")[0] for name in layers]
+    stacks |= {home for home in homes.values() if home not in layers and any(x.startswith(f"{home}.") for x in inside)}
     blocks = {home for home in homes.values() if home not in stacks}
-    layers = {}
+    found = {}
     for residual, home in homes.items():
         around = [block for block in blocks if f"{home}.".startswith(f"{block}.")]
-        layers[residual] = min(around, key=len) if around else ends[residual]
-    return layers
-
-
-def _repeats(trace: Trace, block: str, homes: Iterable[str]) -> bool:
-    """Whether several equal modules inside a block have residual branches, such as the layers of an encoder."""
-    inside: dict[tuple[str, int], str] = {}
-    for home in homes:
-        while home.startswith(f"{block}."):
-            parent = home.rpartition(".")[0]
-            if inside.setdefault((parent, trace.kinds[home]), home) != home:
-                return True
-            home = parent
-    return False
+        found[residual] = min(around, key=len) if around else ends[residual]
+    return found
 
 
 def _home_name(residual: Residual) -> str:

@@ -156,6 +156,16 @@ class Trace:
                 parts.setdefault(parent, []).append((last, found[name]))
         return found
 
+    def repeated(self, names: Iterable[str]) -> set[str]:
+        """Return the modules with these names or around them that have an equal sibling among them."""
+        groups: dict[tuple[str, int], set[str]] = {}
+        for name in names:
+            while name:
+                parent = name.rpartition(".")[0]
+                groups.setdefault((parent, self.kinds[name]), set()).add(name)
+                name = parent
+        return {name for group in groups.values() if len(group) > 1 for name in group}
+
     @cached_property
     def calls_of(self) -> dict[str, list[Call]]:
         """The calls of each module by its full name."""
