@@ -51,7 +51,7 @@ class Regions:
             if all(one in found.inside or not (self.uses(one) or one in self.outputs) for one in node.op.outputs):
                 done.add(node.op)
             for one in node.op.inputs:
-                if one.is_data and one not in seen:
+                if (one.is_data or one.op is not None) and one not in seen:
                     seen.add(one)
                     heapq.heappush(waiting, (-one.index, one))
         return found

@@ -144,6 +144,9 @@ class Trace:
     modules: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
     """The class of each module, and the shapes of its own parameters, by full name."""
 
+    lists: dict[str, list[str]] = field(default_factory=dict)
+    """The modules in each `ModuleList`, `ModuleDict` and `Sequential`, by full name."""
+
     @cached_property
     def kinds(self) -> dict[str, int]:
         """A number for each module, which is equal for modules of one class with equal shapes of all parameters."""
@@ -285,9 +288,14 @@ class _Recorder(TorchFunctionMode):
         """The last in-place change of each storage."""
         self.versions: dict[Node, int] = {}
         self.stack: list[Call] = []
-        for layer in named_layers(model):
+        layers = list(named_layers(model))
+        known = {layer.name for layer in layers}  # a shared module has its first name
+        for layer in layers:
             shapes = tuple(tuple(p.shape) for p in layer.module.parameters(recurse=False))
             self.trace.modules[layer.name] = type(layer.module).__name__, shapes
+            if isinstance(layer.module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+                names = (f"{layer.name}.{child}".lstrip(".") for child in layer.module._modules)
+                self.trace.lists[layer.name] = [name for name in names if name in known]
         for tensor in (*model.parameters(), *model.buffers()):
             self.leaf(tensor, "weight").has_weights = isinstance(tensor, nn.Parameter)
 
