@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from tests.support.error_catalog import CASES, code_of, messages
+from tests.support.error_catalog import CASES, messages
 from tests.support.messages import split, unquoted
 from tests.support.programs import ROOT
 
@@ -34,10 +34,6 @@ def test_no_two_messages_are_equal() -> None:
 
 def test_no_message_ends_a_sentence_with_four_dots() -> None:
     assert not [text for found in messages().values() for text in found if "...." in text]
-
-
-def test_the_code_of_an_entry_is_its_body() -> None:
-    assert code_of(CASES[0][1]) == 'inject(ResNet(), Dropout(p=0.1), layers="layer3")'
 
 
 def provoked() -> list[str]:

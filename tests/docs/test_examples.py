@@ -191,11 +191,7 @@ def test_image_folder_with_different_validation_classes_is_rejected(tmp_path: Pa
         ("--model test_vit --regularizer 'DropBlock(p=0.1)' --layers 'blocks.*'", hookdrop.ShapeError, "have no map"),
         ("--layers layer1", SystemExit, "2"),
         ("--accumulate 4", SystemExit, "48 training images are fewer than one step of 4 x 16"),
-        (
-            "--data emoji --data-dir nowhere",
-            SystemExit,
-            "run `npm install --prefix nowhere emoji-datasource-google@16.0.0`",
-        ),
+        ("--data emoji --data-dir nowhere", SystemExit, "npm install --prefix nowhere emoji-datasource-google@16.0.0"),
         ("--pretrained package", SystemExit, "requires --model tf_efficientnet_lite0, got test_resnet"),
     ],
 )
@@ -282,9 +278,7 @@ def demo() -> Iterator[ModuleType]:
         yield importlib.import_module("demo")
 
 
-def test_demo_plans_ramps_removes_trains_in_pairs_and_writes_a_page(
-    demo: ModuleType, tmp_path: Path, capsys: Any
-) -> None:
+def test_demo_plans_ramps_removes_trains_and_writes_a_page(demo: ModuleType, tmp_path: Path, capsys: Any) -> None:
     page = demo.main(["--out", str(tmp_path), "--seeds", "1", "--epochs", "1", "--workers", "1"]).read_text()
     printed = capsys.readouterr().out
     rates = [tuple(map(float, pair)) for pair in re.findall(r"p = (\S+), measured (\S+)", printed)]
@@ -306,16 +300,11 @@ def test_demo_plans_ramps_removes_trains_in_pairs_and_writes_a_page(
         ([26.0] * 6, "No clear difference", "p = 1;"),
     ],
 )
-def test_the_verdict_of_the_demo_agrees_with_scipy(
-    demo: ModuleType, after: list[float], sentence: str, chance: str
-) -> None:
+def test_the_verdict_of_the_demo_agrees_with_scipy(demo: ModuleType, after: Any, sentence: str, chance: str) -> None:
     found = demo.verdict([26.0] * 6, after)
     logs = np.log(np.array(after) / 26.0)
-    p = (
-        pytest.importorskip("scipy.stats")
-        .permutation_test((logs,), np.mean, permutation_type="samples", n_resamples=np.inf)
-        .pvalue
-    )
+    stats = pytest.importorskip("scipy.stats")
+    p = stats.permutation_test((logs,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
     assert (p <= 0.05) == ("No clear" not in found.sentence)
     assert re.search(sentence, found.sentence)
     assert chance in found.limits

@@ -157,13 +157,9 @@ def names() -> dict[str, object]:
 
 
 INPUTS = {
-    "model": (2, 3, 128, 128),
-    "vit": (2, 3, 128, 128),
-    "tv_vit": (2, 3, 32, 32),
-    "rnn": (2, 5, 8),
-    "conv1d": (2, 5, 8),
+    "model": (2, 3, 128, 128), "vit": (2, 3, 128, 128), "tv_vit": (2, 3, 32, 32), "rnn": (2, 5, 8), "conv1d": (2, 5, 8),
     "conv3d": (2, 1, 8, 8, 8),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("line", LINES)

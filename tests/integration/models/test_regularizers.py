@@ -14,7 +14,7 @@ from hookdrop import Dropout, DropPath, HookdropWarning, LayerError, LinearSched
 from hookdrop.functional import drop_block
 from hookdrop.utils import names as wrapper_names
 from tests.support.models import Small, from_timm, names, toy
-from tests.support.training import backward, scheduled
+from tests.support.training import backward, scheduled, seeded
 
 
 @pytest.mark.parametrize("scale", [True, False])
@@ -22,20 +22,14 @@ def test_drop_path_matches_timm_under_the_same_seed(scale: bool) -> None:
     from timm.layers import DropPath as Timm
 
     x = torch.randn(64, 3, 4)
-    torch.manual_seed(1)
-    theirs = Timm(0.3, scale_by_keep=scale)(x)
-    torch.manual_seed(1)
-    torch.testing.assert_close(DropPath(0.3, scale=scale)(x), theirs)
+    torch.testing.assert_close(seeded(DropPath(0.3, scale=scale), x), seeded(Timm(0.3, scale_by_keep=scale), x))
 
 
 @pytest.mark.parametrize(("p", "mode"), [(0.1, "row"), (0.25, "row"), (0.9, "row"), (0.5, "batch")])
 def test_drop_path_matches_torchvision_under_the_same_seed(p: float, mode: str) -> None:
     stochastic_depth = pytest.importorskip("torchvision").ops.stochastic_depth
     x = torch.randn(256, 3, 4, 4) + 4.0
-    torch.manual_seed(3)
-    expected = stochastic_depth(x, p, mode)
-    torch.manual_seed(3)
-    out = DropPath(p, mode).train()(x)
+    expected, out = seeded(stochastic_depth, x, p, mode), seeded(DropPath(p, mode).train(), x)
     assert torch.equal(out == 0, expected == 0)
     torch.testing.assert_close(out, expected, rtol=2.0**-22, atol=0.0)
 
@@ -81,8 +75,7 @@ def test_removed_tokens_are_those_of_timm_patch_dropout(p: float, prefix: int) -
     x = torch.randn(6, 30 + prefix, 8, requires_grad=True)
     results = []
     for drop in (TokenDropout(p, prefix, remove=True), PatchDropout(p, num_prefix_tokens=prefix)):
-        torch.manual_seed(0)
-        y = drop.train()(x)
+        y = seeded(drop.train(), x)
         results.append((y, torch.autograd.grad(y.square().sum(), x)[0]))
     assert all(map(torch.equal, *results))
 

@@ -21,17 +21,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 
-from hookdrop import (
-    Dropout,
-    HookdropWarning,
-    InjectionError,
-    InjectionSpec,
-    LayerError,
-    LinearSchedule,
-    StateError,
-    find,
-    inject,
-)
+from hookdrop import Dropout, HookdropWarning, InjectionError, InjectionSpec, LayerError, StateError, find, inject
 from hookdrop.integrations.lightning import InjectionCallback
 
 pytestmark = pytest.mark.filterwarnings(
@@ -103,13 +93,13 @@ class TestSteps:
     def test_fractions_cover_the_training(self, settings: dict[str, int], total: int) -> None:
         callback, model = InjectionCallback(BLOCK), Classifier()
         trainer(callback, **settings).fit(model, data())
-        assert callback.injection.schedule == LinearSchedule(steps=total)
+        assert str(callback.injection.schedule) == f"LinearSchedule(steps={total})"
         assert model.rates == rates(total)
 
     def test_accumulated_batches_count_once(self) -> None:
         callback, model = InjectionCallback(BLOCK), Classifier()
         trainer(callback, accumulate_grad_batches=2).fit(model, data())
-        assert callback.injection.schedule == LinearSchedule(steps=6)
+        assert str(callback.injection.schedule) == "LinearSchedule(steps=6)"
         assert model.rates == pytest.approx([0.3 * (step // 2) / 6 for step in range(12)])
 
     def test_the_optimizer_that_trains_the_module_counts(self) -> None:

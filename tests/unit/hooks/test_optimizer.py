@@ -140,9 +140,7 @@ class TestResume:
             drop.follow(None).step(100)
         assert drop.check() == []
 
-    @pytest.mark.parametrize(
-        "restore", ["seek", "load_state_dict", "seek(0)", "without a step count", "a new optimizer"]
-    )
+    @pytest.mark.parametrize("restore", ["seek", "load_state_dict", "seek(0)", "without a step count", "new optimizer"])
     def test_other_steps_do_not_warn(self, restore: str) -> None:
         """Restored or explicit ones, and those of optimizers that count none."""
         kind = torch.optim.SGD if restore == "without a step count" else torch.optim.AdamW
@@ -153,7 +151,7 @@ class TestResume:
             drop.load_state_dict(saved)
         elif restore.startswith("seek"):
             drop.seek(50 if restore == "seek" else 0)
-        elif restore == "a new optimizer":
+        elif restore == "new optimizer":
             optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
             drop.follow(None).follow(optimizer)
         self.step(model, optimizer)

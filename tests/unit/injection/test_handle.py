@@ -98,10 +98,8 @@ class TestUnits:
         model, drop = self.drop()
         assert (drop.p, drop.keep_prob, drop.target_p) == (None, None, None)
         assert "p=0.2 of 0.2, std=5 of 5" in repr(drop)
-        assert drop.metrics() == {
-            f"hookdrop/dropout_gaussiannoise/{key}": value
-            for key, value in {"p": 0.2, "std": 5.0, "step": 0.0, "enabled": 1.0}.items()
-        }
+        expected = {"p": 0.2, "std": 5.0, "step": 0.0, "enabled": 1.0}
+        assert drop.metrics() == {f"hookdrop/dropout_gaussiannoise/{key}": value for key, value in expected.items()}
         drop.enabled = False
         drop.enabled = True
         assert rates(drop) == [0.1, 5.0, 0.2]

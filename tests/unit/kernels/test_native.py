@@ -20,6 +20,7 @@ from hookdrop.kernels import masking
 from hookdrop.kernels import native as kernel
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.random_numbers import successes
+from tests.support.training import seeded
 
 needs_kernel = pytest.mark.skipif(
     not kernel.available(), reason="the compiled loops are not built (no C compiler) or disabled (HOOKDROP_KERNEL=0)"
@@ -161,9 +162,8 @@ def test_supported_inputs_use_the_loops(dtype: torch.dtype, shared: bool, memory
     expected[blocks.mask(blocks.rows(seeds)).expand_as(x)] = 0
     if dtype in FUSED:
         assert same_bits(kernel.mask_blocks(x, seeds, one, blocks), expected)
-        assert same_bits(
-            kernel.mask_elements(x, torch.empty_like(x, dtype=torch.bool).copy_(expected == 0), one), expected
-        )
+        dropped = torch.empty_like(x, dtype=torch.bool).copy_(expected == 0)
+        assert same_bits(kernel.mask_elements(x, dropped, one), expected)
     else:
         assert kernel.mask_blocks(x, seeds, one, blocks) is None
     assert kernel.zero_(x, seeds, blocks)
@@ -175,8 +175,7 @@ def same_with_and_without_loops(drop: Callable[[Tensor], Tensor], x: Tensor, abo
     results = []
     for context in (pytorch_only(), threads(count)):
         with context:
-            torch.manual_seed(3)
-            y = drop(x)
+            y = seeded(drop, x)
             results.append((y.detach(), *torch.autograd.grad(y, x, above)))
     assert all(map(same_bits, *results))
     assert torch.equal(results[0][0] == 0, results[0][1] == 0)
