@@ -36,11 +36,6 @@ def test_no_message_ends_a_sentence_with_four_dots() -> None:
     assert not [text for found in messages().values() for text in found if "...." in text]
 
 
-def provoked() -> list[str]:
-    """The messages of the catalog, as a terminal shows them."""
-    return [text.removeprefix("CommandLineError: ") for found in messages().values() for text in found]
-
-
 def matches(quote: str, message: str) -> bool:
     """Whether a quote is the message; `...` stands for any text."""
     return re.fullmatch(re.escape(quote).replace(r"\.\.\.", ".*"), message, re.S) is not None
@@ -65,7 +60,8 @@ def test_every_other_message_of_the_source_is_listed() -> None:
 
 @pytest.mark.parametrize("quote", QUOTES, ids=first_line)
 def test_each_quote_is_a_current_message(quote: str) -> None:
-    assert any(matches(quote, text) for text in provoked()), quote
+    provoked = [text.removeprefix("CommandLineError: ") for found in messages().values() for text in found]
+    assert any(matches(quote, text) for text in provoked), quote
 
 
 @pytest.mark.parametrize(("block", "text"), BLOCKS, ids=[first_line(block) for block, _ in BLOCKS])

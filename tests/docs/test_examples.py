@@ -1,6 +1,5 @@
 """The examples run end to end with tiny settings and report correct results."""
 
-import argparse
 import importlib
 import json
 import math
@@ -47,11 +46,8 @@ def saved(out: Path) -> dict[str, Any]:
 def differences(a: Any, b: Any) -> list[str]:
     leaves_a, leaves_b = (dict(pytree.tree_flatten_with_path(state)[0]) for state in (a, b))
     assert leaves_a.keys() == leaves_b.keys()
-    return [pytree.keystr(path) for path, value in leaves_a.items() if not _same(value, leaves_b[path])]
-
-
-def _same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+    same = lambda a, b: torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+    return [pytree.keystr(path) for path, value in leaves_a.items() if not same(value, leaves_b[path])]
 
 
 @pytest.fixture(scope="module")
@@ -207,15 +203,11 @@ def test_invalid_arguments_raise_before_training(
 # --- command lines in the docstrings
 
 
-def commands(module: ModuleType) -> list[argparse.Namespace]:
-    text = (module.__doc__ or "").replace("\\\n", " ")
-    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("python examples/")]
-    return [module.parse_args(shlex.split(line, comments=True)[2:]) for line in lines]
-
-
 @pytest.mark.parametrize("module", [finetune, mc_dropout], ids=["finetune_timm", "mc_dropout"])
 def test_documented_commands_name_existing_layers(module: ModuleType) -> None:
-    found = commands(module)
+    lines = [line.strip() for line in (module.__doc__ or "").replace("\\\n", " ").splitlines()]
+    runs = [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("python examples/")]
+    found = [module.parse_args(arguments) for arguments in runs]
     assert len(found) >= 3
     for args in found:
         with torch.device("meta"):

@@ -41,40 +41,21 @@ def test_a_schedule_that_is_not_advancing_warns() -> None:
 
 
 ONE_GRAPH = {"backend": "aot_eager", "fullgraph": True}
-
-
-def whole(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.compile(model, **ONE_GRAPH)
-
-
-def in_place(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    model.compile(**ONE_GRAPH)
-    return model
-
-
-def by_regions(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    for block in model:
-        block.compile(**ONE_GRAPH)
-    return model
-
-
-def step_function(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.compile(lambda x: model(x) * 1.0, **ONE_GRAPH)
+WAYS: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "the model": partial(torch.compile, **ONE_GRAPH),
+    "in place": lambda model: model.compile(**ONE_GRAPH) or model,
+    "by regions": lambda model: [block.compile(**ONE_GRAPH) for block in model] and model,
+    "a step function": lambda model: torch.compile(lambda x: model(x) * 1.0, **ONE_GRAPH),
+}
 
 
 @pytest.mark.parametrize(
-    ("compile_", "regularizer"),
-    [
-        (whole, DropBlock(0.5, 3, normalize=None)), (whole, Dropout(0.5)), (in_place, Dropout(0.5)),
-        (by_regions, Dropout(0.5)), (step_function, Dropout(0.5)),
-    ],
-)  # fmt: skip
-def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(
-    compile_: Callable[..., Any], regularizer: Any
-) -> None:
+    ("way", "regularizer"), [("the model", DropBlock(0.5, 3, normalize=None)), *((way, Dropout(0.5)) for way in WAYS)]
+)
+def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(way: str, regularizer: Any) -> None:
     """PyTorch's guards notice them, without a warning, a graph break or a new batch size."""
     model = net()
-    fraction = partial(zeroed, compile_(model), torch.ones(64, 64, 12, 12))
+    fraction = partial(zeroed, WAYS[way](model), torch.ones(64, 64, 12, 12))
 
     assert fraction() == 0
     for _ in range(2):

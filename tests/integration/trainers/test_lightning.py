@@ -25,11 +25,9 @@ from hookdrop import Dropout, HookdropWarning, InjectionError, InjectionSpec, La
 from hookdrop.integrations.lightning import InjectionCallback
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning:lightning",
-    "ignore::DeprecationWarning",
-    "ignore:.*LeafSpec",
+    "ignore::UserWarning:lightning", "ignore::DeprecationWarning", "ignore:.*LeafSpec",
     "error::hookdrop.HookdropWarning",
-)
+)  # fmt: skip
 
 BLOCK = InjectionSpec("DropBlock(p=0.3, block_size=3)", layers="model.0", schedule="LinearSchedule(steps=1.0)")
 HEAD = InjectionSpec("Dropout(p=0.5)", layers="model.4", schedule="LinearSchedule(steps=4)", at="input")
@@ -294,10 +292,8 @@ def test_specs_in_a_configuration_file(tmp_path: Path) -> None:
         cli = LightningCLI(Classifier, args=args, run=False)
         cli.trainer.fit(cli.model, data())
         callback = next(each for each in cli.trainer.callbacks if isinstance(each, InjectionCallback))
-        assert [(drop.name, str(drop.schedule)) for drop in callback.injection] == [
-            ("dropblock", "LinearSchedule(steps=12)"),
-            ("dropout", "ConstantSchedule()"),
-        ]
+        schedules = [str(drop.schedule) for drop in callback.injection]
+        assert schedules == ["LinearSchedule(steps=12)", "ConstantSchedule()"]
 
 
 def test_metrics_are_logged_unless_disabled(tmp_path: Path) -> None:

@@ -298,12 +298,10 @@ def test_rates_that_look_like_keep_prob_warn() -> None:
         assert warnings_of(other) == []
 
 
-def skips() -> nn.Module:
-    """Drops whole samples, in training mode."""
-    return toy(lambda m, x: x * (torch.rand(len(x), 1) > m.chance) if m.training else x, chance=0.1)
+SKIPS = toy(lambda m, x: x * (torch.rand(len(x), 1) > m.chance) if m.training else x, chance=0.1)  # whole samples
 
 
-@pytest.mark.parametrize("drops", [nn.Dropout(0.1), skips(), DropPath(0.1)])
+@pytest.mark.parametrize("drops", [nn.Dropout(0.1), SKIPS, DropPath(0.1)])
 @pytest.mark.parametrize("place", ["0", "1", "2"], ids=["layer", "gain", "itself"])
 def test_layers_that_already_drop_warn(drops: nn.Module, place: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), toy(lambda m, x: x * torch.ones(4)), drops, nn.Linear(4, 4))
@@ -379,10 +377,6 @@ class TestShapes:
         assert "covers the whole 3x3 map" in drafted.warnings[0]
 
 
-def packed(model: nn.Module) -> object:
-    return model(nn.utils.rnn.pack_sequence([torch.randn(5, 3), torch.randn(2, 3)]))
-
-
 OF_ROWS = [DropPath(0.5), FeatureAlphaDropout(0.5), Masksembles(2, 1.5), ClipActivationGrad(1.0, per_sample=True)]
 OF_ELEMENTS = [Dropout(0.5), DropPath(0.5, mode="batch"), GaussianNoise(0.1), ClipActivationGrad(1.0)]
 
@@ -391,7 +385,7 @@ OF_ELEMENTS = [Dropout(0.5), DropPath(0.5, mode="batch"), GaussianNoise(0.1), Cl
 def test_a_packed_sequence_is_refused_by_what_treats_rows_as_samples(regularizer: nn.Module) -> None:
     drop = inject(model := nn.Sequential(nn.LSTM(3, 16)), regularizer, layers="0")
     with pytest.raises(ShapeError) if regularizer in OF_ROWS else nullcontext():
-        packed(model)
+        model(nn.utils.rnn.pack_sequence([torch.randn(5, 3), torch.randn(2, 3)]))
     assert drop.sites[0].called or regularizer in OF_ROWS
 
 

@@ -34,7 +34,7 @@ from hookdrop.recipes.base import Recipe, RecipeSite
 from tests.support.leaks import no_leaks
 from tests.support.models import Small, without_zeros
 from tests.support.tensors import zero_fraction
-from tests.support.training import half_ramped, seeded
+from tests.support.training import half_ramped, optimize, seeded
 
 
 @pytest.fixture
@@ -196,9 +196,7 @@ class TestThreads:
 
         def train() -> None:
             try:
-                for _ in range(200):
-                    trained(X.view(8, 8, 8)).sum().backward()
-                    optimizer.step()
+                optimize(trained, 200, optimizer, X.view(8, 8, 8))
             finally:
                 done.set()
 

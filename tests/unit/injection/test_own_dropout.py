@@ -69,10 +69,6 @@ def counts(m: Any, x: Tensor) -> Tensor:
     return drops(m, x)
 
 
-def shared() -> nn.Module:
-    return toy_block(of_a_configuration, config=SimpleNamespace(dropout=0.3, layerdrop=0.4))
-
-
 def attending() -> nn.Module:
     return toy(attention, p=0.3, qkv=nn.Linear(8, 24))
 
@@ -88,7 +84,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "in place": lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3, inplace=True)),
     "functional": lambda: nn.Sequential(Block(), Block()),
     "by arithmetic": lambda: nn.Sequential(toy_block(by_arithmetic)),
-    "of a configuration, and layers": lambda: nn.Sequential(shared()),
+    "a configuration": lambda: toy_block(of_a_configuration, config=SimpleNamespace(dropout=0.3, layerdrop=0.4)),
     "attention": lambda: nn.Sequential(attending()),
     "a test of values": lambda: nn.Sequential(toy_block(checks_values)),
     "the model itself": Block,

@@ -28,11 +28,7 @@ from hookdrop import (
 )
 from hookdrop.injection.verbs import place
 from tests.support.models import Small, toy
-from tests.support.training import UNCHANGED, sgd
-
-
-def no_rate(x: torch.Tensor) -> torch.Tensor:
-    return x
+from tests.support.training import UNCHANGED, halve, sgd
 
 
 class WithWeights(Regularizer):
@@ -67,7 +63,7 @@ INVALID: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "a regularizer without its rate": (InjectionError, {"regularizer": NoRate()}),
     "a module without a rate scheduled": (InjectionError, {"regularizer": nn.ReLU(), "schedule": RAMP}),
     "an edit without a rate scheduled": (InjectionError, {"regularizer": ClipActivationGrad(1.0), "schedule": RAMP}),
-    "p_scale without a rate": (InjectionError, {"regularizer": no_rate, "p_scale": "depth"}),
+    "p_scale without a rate": (InjectionError, {"regularizer": halve, "p_scale": "depth"}),
     "p_scale twice": (LayerError, {"p_scale": {"layer1.0": 0.5, "**.0": 1}}),
     "p_scale unknown": (ValueError, {"p_scale": "deep"}),
     "p_scale a number": (ValueError, {"p_scale": 0.5}),

@@ -25,6 +25,7 @@ from hookdrop import (
     InjectionError,
     InjectionSpec,
     LambdaSchedule,
+    LateSchedule,
     LayerError,
     LinearSchedule,
     Schedule,
@@ -105,10 +106,7 @@ class TestRoundTrip:
         "settings",
         [
             {"regularizer": DropBlock(0.4, (3, 1), normalize=None), "schedule": LinearSchedule(20, delay=3)},
-            {
-                "regularizer": GaussianNoise(0.5),
-                "schedule": ChainedSchedule([CosineSchedule(3), ConstantSchedule()], [9]),
-            },
+            {"regularizer": GaussianNoise(0.5), "schedule": ChainedSchedule([CosineSchedule(3), LateSchedule(2)], [9])},
             {"regularizer": Dropout2d(0.4), "schedule": None, "p_scale": "depth", "name": "mine", "portable": True},
             {"regularizer": {"layer1.*": Dropout(0.1), "layer2.0": DropBlock(0.2, 3)}, "layers": None},
             {"regularizer": Dropout(0.1), "layers": "fc", "at": "input", "tensor": 0},

@@ -96,14 +96,12 @@ def test_backward_saves_only_the_seeds() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize(
-    "drop", [lambda x: dropout(x, 0.3), *(lambda x, p=p: drop_block(x, p, 3) for p in (0.1, 0.97))]
-)
-def test_profilers_and_checkpoints_keep_the_mask(drop: Any, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("one", [lambda x: dropout(x, 0.3), *(lambda x, p=p: drop_block(x, p, 3) for p in (0.1, 0.97))])
+def test_profilers_and_checkpoints_keep_the_mask(one: Any, use_reentrant: bool) -> None:
     """A profiler around forward only, and a checkpoint that recomputes it in backward."""
     x = torch.randn(8, 16, 32, 32, requires_grad=True)
     with FlopCounterMode(display=False):
-        y = checkpoint(lambda x: drop(x) ** 2, x, use_reentrant=use_reentrant)
+        y = checkpoint(lambda x: one(x) ** 2, x, use_reentrant=use_reentrant)
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad == 0, y == 0)

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdrop import functional
 from hookdrop.functional import drop_block, dropout
@@ -20,6 +19,7 @@ from hookdrop.kernels import masking
 from hookdrop.kernels import native as kernel
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.random_numbers import successes
+from tests.support.tensors import Operations
 from tests.support.training import seeded
 
 needs_kernel = pytest.mark.skipif(
@@ -195,11 +195,6 @@ class TrivialSubclass(Tensor):
     """A subclass that adds nothing."""
 
 
-class PassThroughMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        return func(*args, **(kwargs or {}))
-
-
 UNSUPPORTED = {
     "expanded": lambda: torch.randn(2, 4, 1, 9).expand(2, 4, 9, 9),
     "sliced": lambda: torch.randn(2, 4, 9, 18)[..., ::2],
@@ -247,7 +242,7 @@ def test_dispatch_modes_disable_the_compiled_loops() -> None:
     blocks, one = Blocks(2, 4, (9, 9), (3, 3)), torch.tensor(1.0)
     seeds, x = some_seeds(blocks, 0.1), torch.randn(2, 4, 9, 9)
     assert kernel.has_plain_memory(x)
-    with PassThroughMode():
+    with Operations():
         assert not kernel.has_plain_memory(x)
         assert kernel.mask_blocks(x, seeds, one, blocks) is None
         assert counts(seeds, blocks) is None

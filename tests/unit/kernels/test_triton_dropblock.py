@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdrop import HookdropWarning
 from hookdrop.functional import drop_block
 from hookdrop.kernels import custom_ops, triton_dropblock
 from hookdrop.kernels.blocks import Blocks, gamma_for
+from tests.support.tensors import Operations
 from tests.support.training import seeded
 
 triton_language = pytest.importorskip("triton.language")
@@ -149,13 +149,8 @@ def scale_of(dropped: Tensor, normalize: str | None, p: float) -> Tensor | float
 def test_memory_formats_have_the_same_masks(per_channel: bool) -> None:
     """channels_last is copied by one transposing load; other formats and float64 use PyTorch operations."""
     x, results = torch.rand(2, 16, 9, 10, device=DEVICE) + 0.5, []
-    for other in (
-        x,
-        x.contiguous(memory_format=torch.channels_last),
-        x.movedim(2, 0).contiguous().movedim(0, 2),
-        torch.cat([x, x], 1)[:, :16],
-        x.double(),
-    ):
+    last, inside = x.contiguous(memory_format=torch.channels_last), x.movedim(2, 0).contiguous().movedim(0, 2)
+    for other in (x, last, inside, torch.cat([x, x], 1)[:, :16], x.double()):
         y = seeded(drop_block, other, 0.2, 3, per_channel=per_channel)
         assert y.stride() == torch.empty_like(other).stride()
         results.append(y.float())
@@ -229,19 +224,6 @@ def test_a_cuda_graph_draws_new_masks_at_each_replay() -> None:
         masks.append(y == 0)
     assert not torch.equal(*masks)
     assert all(abs(mask.float().mean() - 0.2) < 0.02 for mask in masks)
-
-
-class Operations(TorchDispatchMode):
-    """The names of all operations except views and allocations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and not func.overloadpacket.__name__.startswith("empty"):
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,7 @@ def test_functions_have_the_default_settings_of_the_classes() -> None:
 
 
 SHAPE = (3, 4, 5, 6)
+SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=3).map(tuple)
 AXES = [axes for size in (1, 2, 3, 4) for axes in combinations(range(4), size)]
 
 
@@ -149,9 +150,6 @@ def test_a_block_larger_than_the_map_covers_it() -> None:
     for size, block, edges in (((4, 4), 99, (4, 4)), ((5, 9), 7, (5, 7)), ((6,), 8, (6,))):
         x = torch.ones(4, 8, *size)
         assert torch.equal(*(seeded(drop_block, x, 0.3, given, channel_dim=1) for given in (block, edges)))
-
-
-SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=3).map(tuple)
 
 
 @given(size=SIZES, block=st.integers(1, 20), p=st.floats(1e-6, 1 - 1e-6))
