@@ -9,16 +9,17 @@ become 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookdrop.survey.ops import FUSED_ATTENTION, HIDDEN_ATTENTION, PRODUCTS
+from hookdrop.survey.ops import CONVS, FUSED_ATTENTION, HIDDEN_ATTENTION, PRODUCTS, RECURRENT, SHOWN_ATTENTION, SOFTMAX
 from hookdrop.survey.replay import HiddenOperationError, replay
 from hookdrop.survey.trace import Call, Node, Op, Trace
 from hookdrop.utils.tensor_tree import map_leaves
@@ -32,6 +33,16 @@ class Heads:
     """The number H of heads; with grouped queries, of query heads."""
     interleaved: bool = False
     """Whether feature f belongs to head f % H, as in (d H), and not to head f // d, as in (H d)."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of attention that a module computes itself, and not a module inside it."""
+
+    calls: tuple[bool, ...]
+    """Which of the softmaxes and fused attentions in one call of the module have them, in the order of execution."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Their shapes (..., L, S). A function that hides its operations shows none."""
 
 
 class _NoHeadsError(Exception):
@@ -51,7 +62,9 @@ def find_heads(trace: Trace) -> dict[str, Heads | str]:
             projections.setdefault(projection[1], (projection[0].name, []))[1].append(core)
     known: dict[str, Heads | str] = {}
     for node, (layer, cores) in projections.items():
-        chain = _Chain(trace, cores, node)
+        starts = [core.outputs[0] for core in cores]
+        ops = {one.op for start in starts for one in trace.path(start, [node]) if one.op} - {*cores}
+        chain = _Chain(starts, node, ops)
         heads = known[chain.key] = known.get(chain.key) or chain.heads()
         previous = found.setdefault(layer, heads)
         if previous != heads and not isinstance(previous, str):
@@ -71,7 +84,7 @@ def _cores(trace: Trace) -> Iterator[tuple[Op, list[tuple[Node, Op]]]]:
         known = [(node, weights[node]) for node in op.inputs if node in weights]
         if op.name == FUSED_ATTENTION:
             yield op, []
-        elif op.name == "softmax":
+        elif op.name in SOFTMAX:
             weights.update(dict.fromkeys(op.outputs, op))
         elif known and op.name in PRODUCTS and not _has_weight(op):
             yield op, known
@@ -82,26 +95,41 @@ def _cores(trace: Trace) -> Iterator[tuple[Op, list[tuple[Node, Op]]]]:
 _index = operator.attrgetter("index")
 
 
-def find_scores(trace: Trace) -> dict[str, list[tuple[int, ...]]]:
-    """Return the innermost modules that compute attention, each with the shapes (..., L, S) of its scores.
-
-    A function that hides its operations shows no shapes. A softmax over another axis than the last has no scores.
-    """
-    pairs = [(op, op) for op in trace.ops if op.name in HIDDEN_ATTENTION]
+def find_scores(trace: Trace) -> dict[str, Scores | str]:
+    """Return the scores by the innermost module that computes attention, or why it is not clear that it does."""
+    pairs = [(op, op) for op in trace.ops if op.name == SHOWN_ATTENTION]
     for core, known in _cores(trace):
         pairs += [(core, core)] if core.name == FUSED_ATTENTION else []
         pairs += [(core, softmax) for node, softmax in known if _are_weights(trace, node, softmax)]
-    found: dict[str, list[tuple[int, ...]]] = {}
+    owners: dict[Op, tuple[str, bool | str]] = {}
+    cache: dict[str, bool | str] = {}
     for core, softmax in sorted(pairs, key=lambda pair: pair[0].index):
-        around = core.call.around() if core.call else ()
-        name = next((call.name for call in around if call.start < softmax.index), "")
-        shapes = found.setdefault(name, [])
-        if core.name == FUSED_ATTENTION:
-            query, key = (core.argument(index, name).shape for index, name in enumerate(("query", "key")))
-            shapes.append((*query[:-1], key[-2]))
-        elif core is not softmax:
-            shapes.append(softmax.inputs[0].shape)
-    return found
+        if owners.get(softmax, ("", False))[1] is not True:
+            around = core.call.around() if core.call else ()
+            name = next((call.name for call in around if call.start < softmax.index), "")
+            owners[softmax] = name, _weighs_positions(trace, core, softmax, cache)
+    homes = dict.fromkeys(name for name, _ in owners.values())
+    return {name: _scores_of(trace, name, {op: found for op, (home, found) in owners.items() if home == name})
+            for name in homes}  # fmt: skip
+
+
+def _scores_of(trace: Trace, name: str, own: dict[Op, bool | str]) -> Scores | str:
+    """Return the scores of a module, given which of its softmaxes weigh positions."""
+    unclear = [found for found in own.values() if isinstance(found, str)]
+    ops = [op for op in trace.ops if op.name in SOFTMAX or op.name in (FUSED_ATTENTION, SHOWN_ATTENTION)]
+    inside = [[op for op in ops if call.start < op.index < call.end] for call in trace.calls_of[name]]
+    calls = {tuple(own.get(op) is True for op in each) for each in inside}
+    if unclear or len(calls) > 1 or True not in own.values():
+        return unclear[0] if unclear else "its calls differ" if len(calls) > 1 else "its softmax weighs no positions"
+    shapes = [_scores_shape(op) for op, found in own.items() if found is True and op.name != SHOWN_ATTENTION]
+    return Scores(*calls, tuple(shapes))
+
+
+def _scores_shape(op: Op) -> tuple[int, ...]:
+    if op.name != FUSED_ATTENTION:
+        return op.inputs[0].shape
+    query, key = (op.argument(index, name).shape for index, name in enumerate(("query", "key")))
+    return (*query[:-1], key[-2])
 
 
 def _are_weights(trace: Trace, node: Node, softmax: Op) -> bool:
@@ -119,13 +147,57 @@ def _has_weight(op: Op) -> bool:
     return any(not node.is_data for node in op.inputs)
 
 
+def _weighs_positions(trace: Trace, core: Op, softmax: Op, cache: dict[str, bool | str]) -> bool | str:
+    """Return whether the keys of attention are positions of the example, or why this is unknown.
+
+    Layers with weights treat all positions alike, and combine features. So the values of two keys depend on different
+    parts of what the last such layer gets if the keys are positions, and on the same if they are features or experts.
+    """
+    if softmax.name == SHOWN_ATTENTION:  # it applies the weights itself
+        return True
+    weights = None if core is softmax else softmax.outputs[0]
+    factors = [core.argument(2, "value")] if weights is None else [*core.inputs]
+    values = [node for node in factors if not (weights and (node is weights or trace.leads(weights, node)))]
+    starts, ops = _sources(values)
+    if not starts:
+        return False
+    if weights is None:
+        chain = _Chain(starts, values[0], ops)
+    else:
+        ops |= {node.op for node in trace.path(weights, core.outputs) if node.op}
+        chain = _Chain([*starts, weights], core.outputs[0], ops)
+    if chain.key not in cache:
+        cache[chain.key] = chain.weighs_positions(weights is None)
+    return cache[chain.key]
+
+
+def _sources(ends: Sequence[Node]) -> tuple[list[Node], set[Op]]:
+    """Return what the last layers with weights before some tensors get, and the operations from there on."""
+    starts, ops, waiting = dict[Node, None](), set[Op](), [*ends]
+    while waiting:
+        node = waiting.pop()
+        data = [one for one in node.op.inputs if one.is_data and one.fits] if node.op else []
+        if node.op is None or not data or node.op.name in RECURRENT:
+            starts.update({node: None} if node.is_data else {})
+            continue
+        if node.op in ops:
+            continue
+        ops.add(node.op)
+        alike = [one for one in data if one.shape == node.shape and node.op.name not in (*PRODUCTS, FUSED_ATTENTION)]
+        if node.op.name in PRODUCTS | CONVS and _has_weight(node.op) and node.op.argument(6, "groups", 1) == 1:
+            starts.update(dict.fromkeys(data))
+        else:
+            waiting += sorted(alike, key=_index)[-1:] or data
+    return [*starts], ops
+
+
 def _follow(trace: Trace, core: Op) -> tuple[Call, Node] | str | None:
     """Return the layer that mixes the features of attention, with its input; or why none is called."""
     reached = {*core.outputs}
     for op in trace.ops[trace.ops.index(core) + 1 :]:
         if reached.isdisjoint(op.inputs):
             continue
-        if op.name in ("softmax", FUSED_ATTENTION):
+        if op.name in SOFTMAX or op.name == FUSED_ATTENTION:
             return None
         if op.name.startswith("conv") and _has_weight(op):
             return "its projection is a convolution, whose features are not on the last axis"
@@ -147,12 +219,10 @@ def _entered(trace: Trace, op: Op, core: Op, reached: set[Node]) -> tuple[Call, 
 
 
 class _Chain:
-    """The operations from the products of attention to the input of the projection."""
+    """Operations that compute one tensor from others, to be repeated on other values."""
 
-    def __init__(self, trace: Trace, cores: Sequence[Op], end: Node) -> None:
-        self.starts, self.end = [core.outputs[0] for core in cores], end
-        ops = {node.op for start in self.starts for node in trace.path(start, [end]) if node.op} - {*cores}
-        self.ops = sorted(ops, key=lambda op: op.index)
+    def __init__(self, starts: Sequence[Node], end: Node, ops: Iterable[Op]) -> None:
+        self.starts, self.end, self.ops = starts, end, sorted(ops, key=_index)
         self.constants: dict[Node, Tensor] = {}
 
     @property
@@ -165,6 +235,27 @@ class _Chain:
 
         ops = [(op.name, op.args, op.kwargs, op.outputs) for op in self.ops]
         return repr(map_leaves([self.starts, ops, [self.end]], plain))
+
+    def weighs_positions(self, is_fused: bool) -> bool | str:
+        """Whether keys are positions. The end is the values, or their product with weights, the last start."""
+        try:
+            given, end = self.computed()
+            of_keys, *_ = (end.sum(-1),) if is_fused else torch.autograd.grad(end.sum(), given[-1:], create_graph=True)
+            size, places = of_keys.shape[-1], given if is_fused else given[:-1]
+            keys = sorted({0, 1, size - 2, size - 1}) if size > 1 else []
+            slopes = [torch.autograd.grad(of_keys[..., key].sum(), places, retain_graph=True, materialize_grads=True)
+                      for key in keys]  # fmt: skip
+        except Exception as error:
+            return f"the way to its values cannot be repeated: {error}"
+        if not keys:
+            return "it attends to a single position of the example"
+        parts = [[slope != 0 for slope in each] for each in slopes]
+        for one, other in itertools.combinations(parts, 2):
+            if any(a.any() and b.any() and not torch.equal(a, b) for a, b in zip(one, other, strict=True)):
+                return True
+        sources = {tuple(bool(part.any()) for part in each) for each in parts}
+        several = len([one for one in sources if any(one)]) > 1
+        return "its keys are separate tensors, such as experts or time steps" if several else False
 
     def heads(self) -> Heads | str:
         """Return the heads in the last axis of the end, or why it has none."""
@@ -193,10 +284,17 @@ class _Chain:
     def _constant(self, node: Node) -> Tensor:
         """Random numbers in place of other tensors, such as gates and the weights of norms."""
         if node not in self.constants:
-            floating = node.dtype.is_floating_point
-            self.constants[node] = torch.rand(node.shape).add(1.0).to(node.dtype) if floating else torch.ones(
-                node.shape, dtype=node.dtype)  # fmt: skip
+            values = torch.ones(node.shape)
+            if node.dtype.is_floating_point:  # with small sums over features, so that no activation saturates
+                values = torch.rand(node.shape).add(1.0).div(max(1, torch.Size(node.shape[1:]).numel()))
+            self.constants[node] = values.to(node.dtype)
         return self.constants[node]
+
+    def computed(self) -> tuple[list[Tensor], Tensor]:
+        """Return random numbers for the starts, and the end with its gradients."""
+        with torch.enable_grad():
+            given = [torch.rand(node.shape).add(0.5).to(node.dtype).requires_grad_() for node in self.starts]
+            return given, self.repeat([one.clone() for one in given])
 
 
 class _Probe:
@@ -210,9 +308,7 @@ class _Probe:
     def __init__(self, chain: _Chain, axes: int) -> None:
         self.chain = chain
         self.axes = tuple(range(-axes, 0))
-        with torch.enable_grad():
-            self.products = [torch.rand(node.shape).add(0.5).to(node.dtype).requires_grad_() for node in chain.starts]
-            self.end = chain.repeat([product.clone() for product in self.products])
+        self.products, self.end = chain.computed()
         self.width = self.end.shape[-1]
 
     def zeroed_with(self, features: Tensor) -> Tensor:
