@@ -43,28 +43,21 @@ class head_dropout(Recipe):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         found = {name: heads for name, heads in survey.heads.items() if not isinstance(heads, str)}
         if not found:
-            raise LayerError(
-                f"head_dropout found no layer of {type(model).__name__} whose input is attention heads side by side."
-                + _reasons(survey.heads)
-            )
+            fact = f"head_dropout found no layer of {type(model).__name__} whose input is attention heads side by side."
+            raise LayerError("\n  ".join([fact, *_skipped("head_dropout", survey.heads)]))
         return [
             RecipeSite(name, HeadDropout(self.p, heads.count, interleaved=heads.interleaved))
             for name, heads in found.items()
         ]
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
-        return _skipped("head_dropout skips {}, whose heads it cannot separate", survey.heads)
+        return _skipped("head_dropout", survey.heads)
 
 
-def _reasons(found: Mapping[str, Any]) -> str:
-    """Return message lines with the reasons why layers are no sites."""
-    return "".join(f"\n  {name!r}: {reason}" for name, reason in list(found.items())[:3])
-
-
-def _skipped(text: str, found: Mapping[str, Any]) -> list[str]:
+def _skipped(recipe: str, found: Mapping[str, Any]) -> list[str]:
     """Return a warning about the layers that are no sites, with the first reason."""
     refused = {name: reason for name, reason in found.items() if isinstance(reason, str)}
-    return [f"{text.format(some([*refused]))}: {next(iter(refused.values()))}."] if refused else []
+    return [f"{recipe} skips {some([*refused])}: {next(iter(refused.values()))}."] if refused else []
 
 
 @dataclass(frozen=True)
@@ -95,14 +88,13 @@ class drop_key(Recipe):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         found = [name for name, scores in survey.scores.items() if not isinstance(scores, str)]
         if not found:
-            raise LayerError(
-                f"drop_key found no layer of {type(model).__name__} that computes attention in a way that hooks can "
-                'see.\n  transformers: build the model with attn_implementation="sdpa"' + _reasons(survey.scores)
-            )
+            fact = f"drop_key found no layer of {type(model).__name__} that computes attention that hooks can see."
+            fix = 'transformers: build the model with attn_implementation="sdpa"'
+            raise LayerError("\n  ".join([fact, fix, *_skipped("drop_key", survey.scores)]))
         return [RecipeSite(name, DropKey(self.p)) for name in found]
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
-        return _skipped("drop_key skips {}, whose attention it cannot tell", survey.scores)
+        return _skipped("drop_key", survey.scores)
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,7 @@ class DropKey(DropRegularizer):
         found = survey.scores.get(name, "it computes no attention that a hook can see")
         if isinstance(found, str) and name in survey.layers:
             others = [one for one, scores in survey.scores.items() if not isinstance(scores, str)]
-            inside = [one for one in others if one.startswith(f"{name}." if name else "")]
-            more = f"\n  layers {'inside it ' * bool(inside)}that do: {some(inside or others)}" if others else ""
+            more = f"\n  layers that do: {some(others)}" if others else ""
             raise LayerError(f"DropKey at {name!r}: {found}.{more}")
         twin = copy.deepcopy(self)
         twin.calls = () if isinstance(found, str) else found.calls  # the plan reports layers that are never called
