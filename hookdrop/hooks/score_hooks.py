@@ -160,10 +160,10 @@ class ScoreMode(TorchFunctionMode):
 
     def miscounted(self) -> str:
         """Say that a call of the layer is unlike the one that the regularizer knows."""
-        found = "more" if self.count > len(self.calls) else f"only {self.count}"
+        times = f"{'at least ' * (self.count > len(self.calls))}{self.count}"
         return (
-            f"{self.where}: calls={self.calls} names {len(self.calls)} calls of softmax or attention, but this call of "
-            f"the layer has {found}, so it is unknown which of them have scores.\n"
+            f"{self.where}: the layer called softmax or attention {times} times, and calls={self.calls} has "
+            f"{len(self.calls)}, so it is unknown which of them have scores.\n"
             "  inject with an example that runs the layer in the same way: example_input=x\n"
             '  flash and flex kernels hide scores: build the model with attn_implementation="sdpa" (transformers), or '
             "call F.scaled_dot_product_attention"

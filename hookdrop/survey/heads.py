@@ -103,12 +103,13 @@ def find_scores(trace: Trace) -> dict[str, Scores | str]:
         fused = core.name == FUSED_ATTENTION
         pairs += [(core, core)] if fused else [(core, softmax) for one, softmax in known if _are_weights(one, softmax)]
     found: dict[Op, tuple[str, bool | str]] = {}
-    cache: dict[str, bool | str] = {}
+    mixing, cache = {op for op in trace.ops if op.name in RECURRENT}, dict[str, bool | str]()
     for core, softmax in sorted(pairs, key=lambda pair: pair[0].index):
+        verdict = _weighs_positions(trace, core, softmax, mixing, cache)
+        mixing |= {core} if verdict is True else set()
         if found.get(softmax, ("", False))[1] is not True:
             around = core.call.around() if core.call else ()
-            name = next((call.name for call in around if call.start < softmax.index), "")
-            found[softmax] = name, _weighs_positions(trace, core, softmax, cache)
+            found[softmax] = next((call.name for call in around if call.start < softmax.index), ""), verdict
     return {name: _scores_of(trace, name, {op: one for op, (home, one) in found.items() if home == name})
             for name in dict(found.values())}  # fmt: skip
 
@@ -138,11 +139,12 @@ def _has_weight(op: Op) -> bool:
     return any(not node.is_data for node in op.inputs)
 
 
-def _weighs_positions(trace: Trace, core: Op, softmax: Op, cache: dict[str, bool | str]) -> bool | str:
+def _weighs_positions(trace: Trace, core: Op, softmax: Op, mixing: set[Op], cache: dict[str, bool | str]) -> bool | str:
     """Return whether the keys of attention are positions of the example, or why this is unknown.
 
     A layer with weights treats all positions equally, and mixes features. So the values of two keys depend on different
     parts of what the last such layer gets if the keys are positions, and on the same if they are features or experts.
+    What mixes positions hides this: other attention and recurrence.
     """
     if softmax.name == SHOWN_ATTENTION:  # it applies the weights itself
         return True
@@ -150,21 +152,21 @@ def _weighs_positions(trace: Trace, core: Op, softmax: Op, cache: dict[str, bool
     way = trace.path(weights, core.outputs) if weights else []
     values = [core.argument(2, "value")] if weights is None else [x for x in core.inputs if x not in (weights, *way)]
     ops = {node.op for node in way if node.op}
-    starts = _sources(values, ops)
+    starts = _sources(values, ops, mixing)
     chain = _Chain(starts, core.outputs[0] if weights else values[0], ops)
     if starts and chain.key not in cache:
         cache[chain.key] = chain.weighs_positions(weights)
     return bool(starts) and cache[chain.key]
 
 
-def _sources(ends: Sequence[Node], ops: set[Op]) -> list[Node]:
+def _sources(ends: Sequence[Node], ops: set[Op], mixing: set[Op]) -> list[Node]:
     """Return what the last layers with weights before some tensors get, and add the operations from there on."""
     starts, waiting = dict[Node, None](), [*ends]
     while waiting:
         node = waiting.pop()
         op = node.op
         data = [one for one in op.inputs if one.is_data and one.fits] if op else []
-        if op is None or not data or op.name in RECURRENT:
+        if op is None or not data or op in mixing:
             starts.update({node: None} if node.is_data else {})
         elif op not in ops:
             ops.add(op)
