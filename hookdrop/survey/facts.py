@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
 from hookdrop.survey.examples import Example, examples, fault_of
-from hookdrop.survey.heads import Heads, find_heads, find_scores
+from hookdrop.survey.heads import Heads, Scores, find_heads, find_scores
 from hookdrop.survey.isolation import forked_rng
 from hookdrop.survey.layers import LayerCalls, find_skippable, layer_calls
 from hookdrop.survey.samples import PLACES, Samples, growing_axis, row_orders
@@ -62,14 +62,13 @@ class Survey:
             return find_heads(self.trace)
 
     @cached_property
-    def scores(self) -> Mapping[str, list[tuple[int, ...]]]:
-        """The innermost modules that compute attention, in the order of execution, with the shapes of the scores."""
-        return find_scores(self.trace)
+    def scores(self) -> Mapping[str, Scores | str]:
+        """The scores by the innermost module that computes attention, in the order of execution.
 
-    def scores_in(self, name: str) -> list[tuple[int, ...]] | None:
-        """Return the shapes of all scores that a layer or a layer inside it computes; None if there is no attention."""
-        inside = [shapes for one, shapes in self.scores.items() if f".{one}.".startswith(f".{name}." if name else ".")]
-        return [shape for shapes in inside for shape in shapes] if inside else None
+        Other modules that multiply the result of a softmax have the reason why they have none.
+        """
+        with forked_rng():
+            return find_scores(self.trace)
 
     def samples(self, name: str, at: str = "output") -> Samples | str:
         """Return where the samples of the batch are in the first tensor of a layer, or why this is unknown."""
@@ -128,7 +127,8 @@ class Survey:
         """Return the calls of a layer, as a hook with these settings would see them."""
         calls = self.layers.get(name, [])
         if at == "scores":
-            return LayerCalls(len(calls), list(dict.fromkeys(self.scores_in(name) or ())))
+            scores = self.scores.get(name)
+            return LayerCalls(len(calls), list(dict.fromkeys(scores.shapes if isinstance(scores, Scores) else ())))
         return layer_calls(self.trace, self.residuals, calls, at, tensor)
 
     @cached_property

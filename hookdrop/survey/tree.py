@@ -12,7 +12,7 @@ from hookdrop.survey.branches import has_weights
 from hookdrop.survey.convs import ConvGraph, conv_nets
 from hookdrop.survey.facts import Survey
 from hookdrop.survey.folding import SIZES, LayerFacts, fold
-from hookdrop.survey.heads import Heads
+from hookdrop.survey.heads import Heads, Scores
 from hookdrop.survey.tokens import find_patches
 from hookdrop.utils.select import Layer, has_forward
 from hookdrop.utils.tables import html_table, shape_text, text_table
@@ -130,15 +130,16 @@ def _attention(survey: Survey) -> Iterator[tuple[str, str]]:
     for name, heads in survey.heads.items():
         if isinstance(heads, Heads):
             yield name, f"HeadDropout: {heads.count} heads"
-    for name, shapes in survey.scores.items():
-        for shape in shapes:
+    for name, scores in survey.scores.items():
+        for shape in scores.shapes if isinstance(scores, Scores) else ():
             yield name, f"DropKey: attention to {shape[-1]} keys"
 
 
 def _tokens(survey: Survey) -> Iterator[tuple[str, str]]:
     if survey.token_embedding is not None:
         yield survey.token_embedding, "NEFTune: token embedding"
-    keys = {shape[-1] for shapes in survey.scores.values() for shape in shapes}
+    scores = [one for one in survey.scores.values() if isinstance(one, Scores)]
+    keys = {shape[-1] for one in scores for shape in one.shapes}
     layer = find_patches(survey.trace)
     for node in survey.layers[layer][-1].outputs if layer else ():
         if layer and keys == {node.shape[1]}:  # attention between all tokens, and not between those of a window
