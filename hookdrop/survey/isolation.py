@@ -7,7 +7,7 @@ import functools
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from hookdrop.utils.errors import HookdropError, InjectionError, warn
 from hookdrop.utils.tables import some
@@ -204,7 +203,7 @@ def uncompiled() -> AbstractContextManager[Any]:
     return stance("force_eager") if compiler_is_imported() else nullcontext()
 
 
-def call(model: nn.Module, example: Any) -> Any:
+def call(model: Callable[..., Any], example: Any) -> Any:
     """Call `model` with a tensor (or any single argument), a tuple of arguments, or a mapping of keyword arguments.
 
     A compiled model runs uncompiled, so that no hook is ignored.
@@ -229,14 +228,3 @@ def call(model: nn.Module, example: Any) -> Any:
             f"the model does not accept this example, {describe(example)}:\n  {type(error).__name__}: {error}\n"
             f"  {advice}, on the model's device."
         ) from error
-
-
-def run_with_hooks(model: nn.Module, example: Any, handles: Sequence[RemovableHandle]) -> None:
-    """Call `model` in eval mode without gradients, restore its state, and remove these hooks."""
-    try:
-        with restored_after(model, trains=False), torch.no_grad():
-            set_eval(model)
-            call(model, example)
-    finally:
-        for handle in handles:
-            handle.remove()
