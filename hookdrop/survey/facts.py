@@ -14,7 +14,7 @@ from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps,
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
 from hookdrop.survey.examples import Example, examples, fault_of
 from hookdrop.survey.heads import Heads, find_heads, find_scores
-from hookdrop.survey.isolation import forked_rng
+from hookdrop.survey.isolation import forked_rng, other_hooks
 from hookdrop.survey.layers import LayerCalls, find_skippable, layer_calls
 from hookdrop.survey.samples import Samples, Site, growing_axis, is_batched, row_orders, why_no_batch
 from hookdrop.survey.tokens import Patches, find_embedding, find_patches, removable_patches
@@ -90,7 +90,9 @@ class Survey:
 
     def why_not_first(self, name: str, at: str = "output") -> str:
         """Return why a layer does not have one sample in each row of axis 0, as far as the example says."""
-        found = "" if self.batch_axis == 0 else self.samples(name, at)
+        if self.batch_axis == 0 or name not in self.layers:
+            return ""
+        found = self.samples(name, at)
         return "" if found == Samples() else str(found)
 
     @cached_property
@@ -205,7 +207,8 @@ def survey(model: nn.Module, example_input: Any = None) -> Survey:
 
     The model runs in eval mode without gradients, and everything is restored. Its tensors have shapes but no values
     where that suffices. The result is cached until a module is replaced, a setting of one changes (its attributes that
-    are numbers or strings), or the shapes of the example or its other arguments change.
+    are numbers or strings) or a hook of other code, or the shapes of the example or its other
+    arguments change.
 
     Args:
         model: the model, possibly inside wrappers.
@@ -218,7 +221,7 @@ def survey(model: nn.Module, example_input: Any = None) -> Survey:
     """
     model = unwrapped(model)
     structure = [(layer.name, weakref.ref(layer.module), _settings(layer.module)) for layer in named_layers(model)]
-    key = structure, repr(map_leaves(example_input, _shape))
+    key = structure, [*map(id, other_hooks(model))], repr(map_leaves(example_input, _shape))
     if model not in _CACHE or _CACHE[model][0] != key:
         _CACHE[model] = key, _survey(model, example_input)
     return _CACHE[model][1]

@@ -19,7 +19,14 @@ from torch.nn.parameter import is_lazy
 from hookdrop.utils.errors import HookdropError, InjectionError, warn
 from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import describe
-from hookdrop.utils.torch_internals import BatchNorm, buffers_of, compiler_is_imported, version_of
+from hookdrop.utils.torch_internals import (
+    HOOK_TABLES,
+    BatchNorm,
+    buffers_of,
+    compiler_is_imported,
+    global_forward_hooks,
+    version_of,
+)
 
 _SMALL = 2**20  # bytes
 
@@ -134,6 +141,19 @@ def restored_objects(model: nn.Module) -> Iterator[None]:
             for cached in (function, *(cell.cell_contents for cell in cells if cell != _EMPTY)):
                 if isinstance(cached, _LRU_CACHE):
                     cached.cache_clear()
+
+
+def other_hooks(model: nn.Module) -> list[Any]:
+    """Return the forward hooks on a model and on all modules that neither PyTorch nor hookdrop defines."""
+    tables = [getattr(module, name) for module in model.modules() for name, _ in HOOK_TABLES]
+    found = []
+    for hook in (hook for table in (*global_forward_hooks, *tables) for hook in table.values()):
+        function = hook
+        while isinstance(function, functools.partial):
+            function = function.func
+        if str(getattr(function, "__module__", "")).partition(".")[0] not in ("torch", "hookdrop"):
+            found.append(hook)
+    return found
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
