@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import BELOW_1, DropRegularizer, P, Rate
-from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
+from hookdrop.regularizers.samples import CHOOSE_PLACE, SamplePlace, SampleRows, place_text, rows_in_call, sample_place
 from hookdrop.utils.errors import InjectionError, LayerError, ShapeError
 from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import one_of
@@ -146,14 +146,13 @@ class DropPath(DropRegularizer):
             raise LayerError(
                 f"DropPath(mode={self.mode!r}) at {name!r} draws for each sample, but the samples are not its rows: "
                 f"{found}.\n"
-                '  draw once for the batch: DropPath(p=..., mode="batch")'
+                f'  draw once for the batch: DropPath(p=..., mode="batch")   {CHOOSE_PLACE}'
             )
         return self if found.argument is None else DropPath(self.p, scale=self.scale, samples=found.argument)
 
     def reading(self, shape: Sequence[int]) -> str:
         if self.samples is not None:
-            module, axis, _ = self.samples
-            return f"{shape[axis]} rows on axis {axis}, N from {module!r}" if module is not None else f"N={shape[axis]}"
+            return place_text(self.samples, shape)
         if self.mode != "subset":
             return f"N={shape[0]}"
         kept = _kept(shape[0], self.p)

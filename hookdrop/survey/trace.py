@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hookdrop.survey.isolation import call, restored_after, restored_objects
+from hookdrop.survey.isolation import call, other_hooks, restored_after, restored_objects
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import bind_arguments, map_leaves, tensors
@@ -255,8 +256,13 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
         training: whether to run in training mode instead of eval mode, or which modules do; batch norms never do.
 
     Raises:
-        InjectionError: the model does not accept the example, or needs values.
+        InjectionError: the model does not accept the example, or it or a hook of other code needs values.
     """
+    # Such a hook could keep a tensor without values, or read one. Leaving it out would be wrong if it changes an output,
+    # loads weights or moves tensors, which cannot be known. So it gets values, at the cost of forwards that compute.
+    # The hooks of PyTorch, which compute or gather weights, work without values.
+    if fake and other_hooks(model):
+        raise InjectionError("the model has hooks of other code, which might need values.")
     with ExitStack() as stack:
         stack.enter_context(restored_after(model, trains=bool(training)))
         recorder = _Recorder(model)
