@@ -214,7 +214,7 @@ class _Search:
             if terms is None or residual.is_projection or op.outputs[-1].shape != residual.root.shape:
                 continue
             users = [user.outputs for user in self.trace.users[op.outputs[-1]]]
-            goes_on = op.outputs[-1] in self.trace.calls[0].outputs or not all(map(inside.intersection, users))
+            goes_on = op.outputs[-1] in self.trace.outputs or not all(map(inside.intersection, users))
             for a, b in (terms, terms[::-1]):
                 if goes_on and a.is_data and not self.trace.ancestors[a] & root and self.behind[b] & root:
                     yield Residual(op, a, b, residual.root)
