@@ -162,7 +162,7 @@ class dropblock_unet(Recipe):
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         trace = survey.trace
-        if all(len(node.shape) < 3 for node in trace.calls[0].outputs):
+        if all(len(node.shape) < 3 for node in trace.outputs):
             raise LayerError(
                 f"dropblock_unet: {type(model).__name__} returns no maps, so it is not a segmentation network.\n"
                 "  for a classifier: dropblock_resnet(p=0.1)"

@@ -15,7 +15,7 @@ from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_ra
 from hookdrop.survey.examples import Example, examples, fault_of
 from hookdrop.survey.heads import Heads, Scores, find_heads, find_scores
 from hookdrop.survey.isolation import forked_rng, other_hooks
-from hookdrop.survey.layers import LayerCalls, find_skippable, layer_calls
+from hookdrop.survey.layers import LayerCalls, find_skippable, find_streams, layer_calls
 from hookdrop.survey.samples import Samples, Site, growing_axis, is_batched, row_orders, why_no_batch
 from hookdrop.survey.tokens import Patches, find_embedding, find_patches, removable_patches
 from hookdrop.survey.trace import Call, Trace, record
@@ -176,6 +176,10 @@ class Survey:
     def skippable(self) -> Mapping[str, str]:
         """The layers around residual branches, by full name; empty if one is its input plus branches, or why not."""
         return find_skippable(self.trace, self.residuals, self.branches)
+
+    def streams(self, name: str) -> list[list[str]]:
+        """Return the arguments of a layer to which branches are added, for each output that is such a sum."""
+        return find_streams(self.layers.get(name, []))
 
     @cached_property
     def _sums(self) -> tuple[list[Residual], list[Residual]]:

@@ -43,7 +43,7 @@ def find_patches(trace: Trace) -> str | None:
     returned = [(call, call.outputs[0]) for call in trace.calls if call.end < core.index and call.outputs]
     tokens = {node for _, node in returned if len(node.shape) == 3 and node.fits and node in depends}
     for last in sorted(tokens, key=lambda node: -node.index):
-        if trace.reached(images, gate=last).isdisjoint(trace.calls[0].outputs):  # all of the image passes through it
+        if trace.reached(images, gate=last).isdisjoint(trace.outputs):  # all of the image passes through it
             call = next(call for call, node in returned if node is last)
             while call.parent is not None and call.parent.outputs[:1] == [last]:
                 call = call.parent
