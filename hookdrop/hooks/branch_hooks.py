@@ -181,16 +181,15 @@ class SubsetHook(SiteHook):
             return None
         refuse_cache(bound, self)
         subset = self._subset(module, value, x)
-        if subset.further:
+        if subset.obstacle:
             self.state.warn_once(
-                "further outputs",
-                f"{self.where}: the branch also returns {subset.further}, which depends on the samples, so it runs on "
-                "all of them, and saves no time there.\n"
+                "all samples",
+                f"{self.where}: the branch {subset.obstacle}, so it runs on all samples, and saves no time there.\n"
                 '  in transformers, attn_implementation="sdpa" returns no weights; or hook a module that returns one '
-                "tensor.",
+                "tensor, and begins without inplace=True.",
             )
         rows = current[0]
-        chosen, originals = with_rows(value, () if subset.further else subset.arguments, rows)
+        chosen, originals = with_rows(value, () if subset.obstacle else subset.arguments, rows)
         self.current.start((*current, len(x), subset, originals))
         return chosen
 
@@ -203,7 +202,7 @@ class SubsetHook(SiteHook):
         return x
 
     def _subset(self, module: nn.Module, value: Any, x: Tensor) -> Subset:
-        """Return what the branch needs in calls of this kind; the first one runs it in eval mode to find out."""
+        """Return what the branch needs in calls of this kind; in the first one, a run without values shows it."""
         from hookdrop.survey.subsets import find_subset  # only this needs it
 
         kind: list[Any] = []

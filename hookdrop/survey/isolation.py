@@ -10,7 +10,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType, FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -223,6 +223,13 @@ def uncompiled() -> AbstractContextManager[Any]:
     return stance("force_eager") if compiler_is_imported() else nullcontext()
 
 
+class Arguments(NamedTuple):
+    """An example with both positional and keyword arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def call(model: Callable[..., Any], example: Any) -> Any:
     """Call `model` with a tensor (or any single argument), a tuple of arguments, or a mapping of keyword arguments.
 
@@ -233,6 +240,8 @@ def call(model: Callable[..., Any], example: Any) -> Any:
     """
     try:
         with uncompiled():
+            if isinstance(example, Arguments):
+                return model(*example.args, **example.kwargs)
             if isinstance(example, tuple):
                 return model(*example)
             if isinstance(example, Mapping):
