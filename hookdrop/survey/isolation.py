@@ -146,14 +146,13 @@ def restored_objects(model: nn.Module) -> Iterator[None]:
 def other_hooks(model: nn.Module) -> list[Any]:
     """Return the forward hooks on a model and on all modules that neither PyTorch nor hookdrop defines."""
     tables = [getattr(module, name) for module in model.modules() for name, _ in HOOK_TABLES]
-    found = []
-    for hook in (hook for table in (*global_forward_hooks, *tables) for hook in table.values()):
-        function = hook
-        while isinstance(function, functools.partial):
-            function = function.func
-        if str(getattr(function, "__module__", "")).partition(".")[0] not in ("torch", "hookdrop"):
-            found.append(hook)
-    return found
+    hooks = [hook for table in (*global_forward_hooks, *tables) for hook in table.values()]
+    return [hook for hook in hooks if _package(hook) not in ("torch", "hookdrop")]
+
+
+def _package(function: Any) -> str:
+    inner = function.func if isinstance(function, functools.partial) else function
+    return str(getattr(inner, "__module__", "")).partition(".")[0]
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
