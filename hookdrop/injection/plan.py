@@ -157,19 +157,14 @@ def inspect_forward(plan: Plan, example: Any) -> None:
 
 def _check_samples(plan: Plan, site: PlannedSite, found: Survey) -> None:
     """Raise if a regularizer takes each row of axis 0 for a sample, and the example has its samples elsewhere."""
-    regularizer = site.regularizer
-    if (
-        regularizer is None
-        or not site.calls
-        or not regularizer.axes.startswith("N ")
-        or regularizer.samples is not None
-    ):
-        return
-    if getattr(regularizer, "time_dim", 1) == 0 or found.batch_axis == 0:
+    regularizer, at = site.regularizer, "output" if site.at == "output" else "input"
+    assert regularizer is not None
+    by_row = regularizer.axes.startswith("N ") and getattr(regularizer, "time_dim", 1) != 0
+    if not by_row or regularizer.samples is not None or not site.calls:
         return
     with hooks_removed(plan.model):
-        samples = found.samples(site.name, "output" if site.at == "output" else "input")
-    if isinstance(samples, str) or samples.argument is not None:
+        samples = None if found.batch_axis == 0 else found.samples(site.name, at)
+    if isinstance(samples, str) or (samples is not None and samples.argument is not None):
         raise LayerError(
             f"{regularizer.title} at {site.name!r} takes each row of axis 0 for a sample, which is wrong: {samples}.\n"
             "  use a regularizer that needs no samples: Dropout(p=...)   if axis 0 is right: omit example_input"

@@ -94,8 +94,7 @@ class DropPath(DropRegularizer):
     Raises:
         LayerError: in `inject` with `mode="subset"`, if the branch has batch norm; with an example,
             if it is unknown which rows belong to which sample.
-        ShapeError, InjectionError: in forward with `mode="subset"`, if the branch mixes samples, or an argument is no
-            tensor.
+        InjectionError: in forward with `mode="subset"`, if the branch returns other tensors than in eval mode.
 
     Example:
         >>> _ = torch.manual_seed(0)

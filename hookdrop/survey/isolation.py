@@ -121,12 +121,14 @@ def _may_be_written_to(module: nn.Module, buffer: Tensor, trains: bool) -> bool:
 def restored_objects(model: nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules, and remove the fake tensors that a forward stored elsewhere.
 
-    Those may be in objects that modules hold, in the globals of the code of a model, and in its `lru_cache`s.
+    Those may be in objects that modules hold, in the globals and closures of the code of a model, and in its caches.
     """
     own = [cls for cls in {cls for module in model.modules() for cls in type(module).__mro__} if _is_foreign(cls)]
     code = [vars(sys.modules[name]) for name in {cls.__module__ for cls in own} & sys.modules.keys()]
     attributes = [vars(module) for module in model.modules()]
-    saved = [(table, copy.copy(table)) for table in _tables([*attributes, *code, *(dict(vars(cls)) for cls in own)])]
+    captured = [_captured(value) for table in (*attributes, *map(vars, own)) for value in table.values()]
+    tables = _tables([*attributes, *code, *(dict(vars(cls)) for cls in own), *captured])
+    saved = [(table, copy.copy(table)) for table in tables]
     always = {id(one) for table in attributes for one in (table, *table.values())}
     try:
         yield
@@ -136,11 +138,16 @@ def restored_objects(model: nn.Module) -> Iterator[None]:
                 table.clear()
                 table.extend(old) if isinstance(table, list | deque) else table.update(old)
         for value in (value for table in (*code, *map(vars, own)) for value in list(table.values())):
-            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-            cells = (function.__closure__ or ()) if isinstance(function, FunctionType) else ()
-            for cached in (function, *(cell.cell_contents for cell in cells if cell != _EMPTY)):
+            for cached in (value, *_captured(value)):
                 if isinstance(cached, _LRU_CACHE):
                     cached.cache_clear()
+
+
+def _captured(value: Any) -> list[Any]:
+    """Return the variables that a function takes from the function around it."""
+    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    cells = (function.__closure__ or ()) if isinstance(function, FunctionType) else ()
+    return [cell.cell_contents for cell in cells if cell != _EMPTY]
 
 
 def other_hooks(model: nn.Module) -> list[Any]:

@@ -180,6 +180,35 @@ class TestSubset:
         drop.enabled = False
         assert not dropped(model, X).any()
 
+    def test_the_branch_runs_as_often_as_the_model_runs_it(self) -> None:
+        losses: list[torch.Tensor] = []
+        branch = toy(lambda m, x: (losses.append(x.sum()), m.fc(x))[1], fc=nn.Linear(4, 4))
+        inject(model := toy(lambda m, x: x + m.branch(x), branch=branch), DropPath(0.5, mode="subset"), layers="branch")
+        for count in (1, 2):
+            model(X)
+            assert len(losses) == count
+            assert type(losses[-1]) is torch.Tensor
+
+    @pytest.mark.parametrize(
+        ("branch", "reason"),
+        [
+            (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), "changes its input in place"),
+            (toy(lambda m, x: x - x.mean(0)), "one of them changes the result of others"),
+            (toy(lambda m, x: x * 2 if x.sum() > -9e9 else x), "cannot run on some of the samples"),
+        ],
+        ids=["in place", "mixes samples", "reads values"],
+    )
+    def test_a_branch_that_needs_all_samples_gets_them(self, branch: nn.Module, reason: str) -> None:
+        model = toy(lambda m, x: (y := m.branch(x)) + x, branch=branch)
+        inject(model, DropPath(0.5, mode="subset"), layers="branch")
+        with pytest.warns(HookdropWarning, match=reason):
+            y = model(X.clone())
+        skip = X.clone()
+        full = branch.forward(skip)
+        kept = (y != skip).flatten(1).any(1)
+        assert int(kept.sum()) == 4
+        torch.testing.assert_close(y, skip + full * kept[:, None, None] * 2)
+
     def test_the_first_call_under_autocast_has_gradients(self) -> None:
         model = block()
         inject(model, DropPath(0.5, mode="subset"), layers="attn")

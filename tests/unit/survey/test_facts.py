@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import weight_norm
 
 from hookdrop import HeadDropout, InjectionError, find, inject, plan
 from hookdrop.recipes import head_dropout, residual_dropout, stochastic_depth
@@ -56,6 +57,24 @@ def test_surveys_again_with_other_arguments_or_settings() -> None:
     assert ends(model, X) == ["early.b", "late.b"]
     model.forward = lambda x: model.late(x)  # type: ignore[method-assign, assignment, misc]
     assert ends(model, X) == ["late.b"]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_hooks_of_other_code_get_values_or_are_not_called() -> None:
+    kept: list[Any] = []
+    model = nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
+    assert survey(model, X).forwards == 0, "the hooks of PyTorch compute weights, and need no values"
+    handles = [
+        model[0].register_forward_hook(lambda module, args, output: kept.append(output)),
+        model[1].register_forward_hook(functools.partial(lambda *call: kept.append(float(call[-1].mean())))),
+        nn.modules.module.register_module_forward_hook(lambda module, args, output: kept.append(output)),
+    ]
+    for handle in handles:
+        with handle:
+            assert not survey(model, X).is_fake
+        assert kept.pop() is not None
+    assert {type(one) for one in kept} <= {Tensor, float}
+    assert survey(model, X).is_fake
 
 
 def test_heads_are_those_of_the_current_settings() -> None:

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hookdrop import InjectionError, LayerError, TokenDropout, inject, plan
+from hookdrop.recipes import stochastic_depth
+from hookdrop.survey.experiment import experiment
 from hookdrop.survey.facts import survey
 from hookdrop.survey.heads import Heads, find_heads
 from hookdrop.survey.samples import Samples
@@ -24,6 +27,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.kind, self.last, self.embed, self.drop = kind, last, nn.Conv2d(3, 4, 2, 2), nn.Dropout(0.1)
         self.norm, self.mixing = nn.LayerNorm(4), nn.Linear(16 + prefix, 16 + prefix)
+        self.bias = nn.Parameter(torch.zeros(16 + prefix, 16 + prefix))  # of relative positions
         self.prefix, self.positions = (nn.Parameter(torch.randn(1, n, 4)) for n in (prefix, 16 + prefix))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,7 +41,8 @@ class Transformer(nn.Module):
         if self.kind == "mixer":
             y = self.mixing(y.mT).mT
         # LayerScale, which makes the branch almost invisible in the output.
-        x = x + 1e-6 * self.norm(F.scaled_dot_product_attention(y, y, y))
+        bias = self.bias[: y.shape[1], : y.shape[1]] if self.kind == "bias" else None
+        x = x + 1e-6 * self.norm(F.scaled_dot_product_attention(y, y, y, bias))
         return x.mean(1)
 
 
@@ -53,6 +58,7 @@ def test_patches_and_their_prefix(prefix: int) -> None:
         (Transformer("rotary"), "'norm' depends on the position"),
         (Transformer("grid"), "do not run with fewer tokens"),
         (Transformer("mixer"), "'mixing' depends on the position"),
+        (Transformer("bias"), "'norm' depends on the position"),
         (Transformer(last=True), "are not the first ones"),
         (nn.Conv2d(3, 3, 2), "no tensor (N, L, C) of image patches"),
     ],
@@ -123,7 +129,7 @@ def test_rows_are_counted_where_a_module_gets_the_batch() -> None:
     [
         (lambda x: x.mean(0), "not one axis grows with the batch"),
         (lambda x: torch.cat([x, x[:1]]), "does not grow in proportion"),
-        (lambda x: x.flatten(0, 1)[x.sum((1, 2)).argsort().repeat(8)], "depend on several samples"),
+        (lambda x: x.flatten(0, 1).sort(0).values, "depend on several samples"),
     ],
     ids=["mean", "one more", "sorted"],
 )
@@ -131,6 +137,105 @@ def test_rows_of_unknown_samples(before: Callable[[Tensor], Tensor], reason: str
     model = around(before)
     facts = survey(model, torch.zeros(2, 8, 6))
     assert reason in str(facts.samples("layer"))
+
+
+def attention(batch_first: bool = False, zero: bool = False) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=batch_first)
+    for parameter in layer.self_attn.out_proj.parameters() if zero else ():
+        nn.init.zeros_(parameter)
+    return nn.Sequential(layer)
+
+
+IDS = torch.zeros(5, 4, dtype=torch.long)
+TIME_FIRST = torch.randn(5, 4, 8)
+EDGES = torch.stack([torch.arange(5), torch.arange(5).roll(1)])
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "axis", "forwards"),
+    [
+        (attention(), TIME_FIRST, 1, 4),
+        (attention(batch_first=True), TIME_FIRST, 0, 2),
+        (attention(zero=True), TIME_FIRST, 1, 4),
+        (toy(lambda m, x: m.t(x).mean(0), t=attention()), TIME_FIRST, 1, 4),
+        (toy(lambda m, x: m.head(x).mean(0), head=nn.Linear(8, 2)), TIME_FIRST, 1, 4),
+        (nn.Sequential(nn.Embedding(9, 8), nn.LSTM(8, 8)), IDS, 1, 4),
+        (nn.TransformerDecoderLayer(8, 2, 16), (TIME_FIRST, torch.randn(6, 4, 8)), 1, 4),
+        (toy(lambda m, x, pad: m.t(x, src_key_padding_mask=pad), t=attention()[0]), (TIME_FIRST, IDS.mT > 0), 1, 4),
+        (nn.Linear(8, 8), TIME_FIRST, 0, 2),
+        (nn.Conv1d(4, 4, 2), TIME_FIRST, 0, 0),
+        (attention(batch_first=True), TIME_FIRST[0], None, 2),
+        (
+            toy(lambda m, x, e: x.index_add(0, e[1], m.f(x)[e[0]]), f=nn.Linear(8, 8)),
+            (TIME_FIRST[:, 0], EDGES),
+            None,
+            2,
+        ),
+    ],
+    ids=[
+        "encoder",
+        "batch first",
+        "zero",
+        "pooled",
+        "steps",
+        "LSTM",
+        "two inputs",
+        "mask",
+        "by token",
+        "conv",
+        "no batch",
+        "graph",
+    ],
+)
+def test_the_batch_axis_of_the_example(model: nn.Module, example: object, axis: int | None, forwards: int) -> None:
+    """No batch: one sequence without a batch axis, and the nodes of a graph, which lead to one another."""
+    facts = survey(model, example)
+    assert isinstance(facts.batch_axis, str) if axis is None else facts.batch_axis == axis
+    assert facts.forwards <= forwards
+
+
+@pytest.mark.filterwarnings("ignore:.*fused eval path")
+def test_stochastic_depth_has_one_draw_for_each_sample_where_time_is_first() -> None:
+    model, seen = attention(), list[Tensor]()
+    settings = {"example_input": TIME_FIRST, "p_scale": "equal"}
+    assert {site.reading for site in plan(model, stochastic_depth(p=0.5), **settings).sites} == {"N=4 on axis 1"}
+    inject(model, stochastic_depth(p=0.5), **settings)
+    model[0].dropout2.register_forward_hook(lambda module, args, y: seen.append((y == 0).all(-1)))
+    for _ in range(8):
+        model(TIME_FIRST)
+    dropped = torch.stack(seen)
+    assert torch.equal(dropped.all(1), dropped.any(1))
+    assert 0 < dropped.sum() < dropped.numel()
+
+
+def test_regularizers_by_row_are_refused_where_rows_are_no_samples() -> None:
+    with pytest.raises(LayerError, match="takes each row of axis 0 for a sample, which is wrong: N on axis 1"):
+        inject(attention(), TokenDropout(p=0.5), layers="0", example_input=TIME_FIRST)
+    with pytest.raises(LayerError, match="no axis of the example has independent samples"):
+        plan(attention(batch_first=True), stochastic_depth(), example_input=TIME_FIRST[0])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_parameters_that_are_0_are_random_in_an_experiment_and_then_as_before(fails: bool) -> None:
+    model = attention(zero=True)
+    before = [(p, p.detach().clone(), p._version) for p in model.parameters()]
+    seen: list[Tensor] = []
+
+    def edit(output: Tensor) -> Tensor:
+        seen.append(model[0].self_attn.out_proj.weight.clone())
+        return output[:, :, :1] if fails else output
+
+    run = lambda: experiment(nn.Sequential(model, nn.Linear(8, 8)), TIME_FIRST, lambda *call: call[:2], {"0.0": edit})
+    if fails:
+        with pytest.raises(InjectionError):
+            run()
+    else:
+        assert ("0.0", "output") in run()
+    assert seen[0].all()
+    for (old, values, version), new in zip(before, model.parameters(), strict=True):
+        assert new is old
+        assert torch.equal(new, values)
+        assert new._version == version
 
 
 def test_a_layer_that_does_not_run_has_no_samples() -> None:

@@ -214,6 +214,14 @@ def test_HOOK_TABLES() -> None:
     assert {name for name in vars(layer) if name.startswith("_forward_")} == set(sizes)
 
 
+def test_global_forward_hooks() -> None:
+    """Without them, a hook on all modules gets tensors without values, and may keep them."""
+    register = nn.modules.module.register_module_forward_pre_hook, nn.modules.module.register_module_forward_hook
+    for function, table in zip(register, internals.global_forward_hooks, strict=True):
+        with function(print) as handle:
+            assert handle.id in table
+
+
 def test_without_functorch() -> None:
     """Without it, the RNG state cannot be read inside `vmap`."""
 
