@@ -51,7 +51,8 @@ class LayerHook(SiteHook):
         self.accompany(module.register_forward_hook, LayerHook.end_call, always_call=True)
 
     def keep(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        rate, kept = self.train_rate if module.training else self.eval_rate, list[_Argument]()
+        rate = self.train_rate if module.training else self.eval_rate
+        kept: list[_Argument] = []  # compiled code cannot call `list[_Argument]`
         is_recomputed = not is_compiling() and graph_task() != -1  # at the rate of the forward
         if rate is not None or module.training or is_recomputed:
             bound = bind_arguments(module, args, kwargs or {})
@@ -79,7 +80,7 @@ class LayerHook(SiteHook):
         others = [z for z in tensors(output) if fits(z) and not any(z is one.x for one in kept)]
         found = [one for one in kept if any(one.x.shape == z.shape for z in (y, *others))]
         if len(found) > 1:
-            names = some([one.name for one in found])
+            names = some(list(dict.fromkeys([one.name for one in found])))
             raise InjectionError(
                 f"{self.where}: which argument does a skipped layer return? {names} have the shape of an output.\n"
                 "  find it by running the model: inject(..., example_input=x)\n"
