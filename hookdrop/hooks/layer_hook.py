@@ -82,7 +82,8 @@ class LayerHook(SiteHook):
         if len(found) > 1:
             names = some(list(dict.fromkeys([one.name for one in found])))
             raise InjectionError(
-                f"{self.where}: which argument does a skipped layer return? {names} have the shape of an output.\n"
+                f"{self.where}: it is unknown which argument a skipped layer returns: {names} have the shape of an "
+                "output.\n"
                 "  find it by running the model: inject(..., example_input=x)\n"
                 f"  or name it: {self.regularizer.title}(..., argument={found[-1].name!r})"
             )

@@ -360,7 +360,7 @@ class _Recorder(TorchFunctionMode):
         plain_args, plain_kwargs = _map_tensors((args, kwargs or {}), lambda x: self._node(given.setdefault(id(x), x)))
         inputs = [self.nodes[tensor] for tensor in given.values()]
         if self.fake_mode is not None and any(map(self.fake_mode.is_our_fake, given.values())):
-            # PyTorch remembers what it found for fake tensors alone, so that it computes the shapes of equal blocks once.
+            # PyTorch caches the shapes that it computes for fake tensors alone, so that equal blocks cost those of one.
             args, kwargs = _map_tensors((args, kwargs or {}), self._faked)
         result = function(*args, **kwargs or {})
         changed = [x for x, node in zip(given.values(), inputs, strict=True) if _version(x) != self.versions[node]]
