@@ -52,7 +52,7 @@ class LayerHook(SiteHook):
 
     def keep(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         rate = self.train_rate if module.training else self.eval_rate
-        kept: list[_Argument] = []  # compiled code cannot call `list[_Argument]`
+        kept: list[_Argument] = []  # `list[_Argument]()` breaks a compiled graph
         is_recomputed = not is_compiling() and graph_task() != -1  # at the rate of the forward
         if rate is not None or module.training or is_recomputed:
             bound = bind_arguments(module, args, kwargs or {})
