@@ -80,9 +80,10 @@ class LayerHook(SiteHook):
         others = [z for z in tensors(output) if fits(z) and not any(z is one.x for one in kept)]
         found = [one for one in kept if any(one.x.shape == z.shape for z in (y, *others))]
         if len(found) > 1:
-            names = some([one.name for one in found])
+            names = some(list(dict.fromkeys([one.name for one in found])))
             raise InjectionError(
-                f"{self.where}: which argument does a skipped layer return? {names} have the shape of an output.\n"
+                f"{self.where}: it is unknown which argument a skipped layer returns: {names} have the shape of an "
+                "output.\n"
                 "  find it by running the model: inject(..., example_input=x)\n"
                 f"  or name it: {self.regularizer.title}(..., argument={found[-1].name!r})"
             )

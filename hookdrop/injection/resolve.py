@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -50,12 +51,11 @@ class LazySurvey:
         """None if the recipe did not need it."""
 
     def __getattr__(self, name: str) -> Any:
-        with hooks_removed(self._arguments[0]):  # an injection is no part of the model
-            if self.found is None:
-                from hookdrop.survey.facts import survey
+        if self.found is None:
+            from hookdrop.survey.facts import survey
 
-                self.found = survey(*self._arguments)
-            return getattr(self.found, name)
+            self.found = survey(*self._arguments)
+        return getattr(self.found, name)
 
 
 def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = None, example_input: Any = None) -> Plan:
@@ -65,10 +65,12 @@ def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = N
         schedule = in_steps(spec.timing, total_steps)
         check_picklable(schedule, "the schedule")
     plan, given = Plan(model, model, spec, schedule), example_input is not None
-    if isinstance(spec.source, Recipe):
-        unmatched = _run_recipe(plan, spec.source, LazySurvey(model, example_input), given)
-    else:
-        unmatched = _select_layers(plan, LazySurvey(model, example_input) if given else None)
+    # An injection is no part of the model that a survey runs.
+    with hooks_removed(model) if given or isinstance(spec.source, Recipe) else nullcontext():
+        if isinstance(spec.source, Recipe):
+            unmatched = _run_recipe(plan, spec.source, LazySurvey(model, example_input), given)
+        else:
+            unmatched = _select_layers(plan, LazySurvey(model, example_input) if given else None)
     for entry in unmatched:
         # `exclude="layer4"` names one module, not its submodules.
         hint = f"; to exclude its submodules: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""

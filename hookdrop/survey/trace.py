@@ -279,8 +279,8 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
             trains = training if isinstance(training, bool) else module in training
             module.training = trains and not isinstance(module, BatchNorm)  # which fails for one small map
         if fake:
-            mode = stack.enter_context(fake_tensors())
-            example = _map_tensors(example, mode.from_tensor)
+            recorder.fake_mode = stack.enter_context(fake_tensors())
+            example = _map_tensors(example, recorder.fake_mode.from_tensor)
         recorder.trace.inputs = [recorder.leaf(tensor, "input") for tensor in tensors(example)]
         for node in recorder.trace.inputs:
             node.is_data = True
@@ -300,6 +300,7 @@ class _Recorder(TorchFunctionMode):
         """The last in-place change of each storage."""
         self.versions: dict[Node, int] = {}
         self.stack: list[Call] = []
+        self.fake_mode: Any = None
         layers = list(named_layers(model))
         known = {layer.name for layer in layers}  # a shared module has its first name
         for layer in layers:
@@ -358,6 +359,9 @@ class _Recorder(TorchFunctionMode):
         given: dict[int, Tensor] = {}
         plain_args, plain_kwargs = _map_tensors((args, kwargs or {}), lambda x: self._node(given.setdefault(id(x), x)))
         inputs = [self.nodes[tensor] for tensor in given.values()]
+        if self.fake_mode is not None and any(map(self.fake_mode.is_our_fake, given.values())):
+            # PyTorch caches the shapes that it computes for fake tensors alone, so that equal blocks cost those of one.
+            args, kwargs = _map_tensors((args, kwargs or {}), self._faked)
         result = function(*args, **kwargs or {})
         changed = [x for x, node in zip(given.values(), inputs, strict=True) if _version(x) != self.versions[node]]
         outputs = {id(x): x for x in (*(x for x in tensors(result) if x not in self.nodes), *changed)}
@@ -369,6 +373,9 @@ class _Recorder(TorchFunctionMode):
             for tensor in changed:
                 self.writes[storage_of(tensor)] = self.nodes[tensor]
         return result
+
+    def _faked(self, x: Tensor) -> Tensor:
+        return self.fake_mode.from_tensor(x) if type(x) in (Tensor, nn.Parameter) else x  # type: ignore[no-any-return]
 
     def _op(self, name: str, function: Any, args: Any, kwargs: Any, inputs: tuple[Node, ...]) -> Op:
         if re.search("^new_|_like$|_as$", name):

@@ -117,8 +117,9 @@ def _attention(survey: Survey) -> Iterator[tuple[str, str]]:
         if isinstance(heads, Heads):
             yield name, f"HeadDropout: {heads.count} heads"
     for name, scores in survey.scores.items():
-        for shape in scores.shapes if isinstance(scores, Scores) else ():
-            yield name, f"DropKey: attention to {shape[-1]} keys"
+        if isinstance(scores, Scores):  # a function that hides them has no shapes
+            for keys in [f" to {shape[-1]} keys" for shape in scores.shapes] or [""]:
+                yield name, f"DropKey: attention{keys}"
 
 
 def _tokens(survey: Survey) -> Iterator[tuple[str, str]]:

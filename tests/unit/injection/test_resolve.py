@@ -15,6 +15,7 @@ from hookdrop import (
     Dropout,
     HookdropWarning,
     InjectionError,
+    InjectionSpec,
     LambdaSchedule,
     LayerError,
     LinearSchedule,
@@ -24,6 +25,7 @@ from hookdrop import (
     inject,
     layers,
     plan,
+    recipes,
     without_hooks,
 )
 from hookdrop.injection.verbs import place
@@ -274,3 +276,27 @@ def test_plan_names_the_axes_of_sequences_and_volumes(shape: tuple[int, ...], re
     model = nn.Sequential(nn.Identity())
     drafted = plan(model, DropBlock(0.1, 2, channel_dim=1), layers="0", example_input=torch.ones(shape))
     assert drafted.sites[0].reading == reading
+
+
+class TestModelThatIsOneLayer:
+    """A recipe may have a site at the model itself."""
+
+    def test_drop_key(self) -> None:
+        model, example = nn.MultiheadAttention(4, 1), torch.randn(3, 5, 2, 4).unbind()
+        drop = inject(model, recipes.drop_key(p=0.5), example_input=example)
+        assert [(site.name, site.p) for site in drop.sites] == [("", 0.5)]
+        assert (model(*example)[1] == 0).any()
+        assert not (model.eval()(*example)[1] == 0).any()
+        spec = InjectionSpec.from_dict(drop.spec.to_dict())
+        assert inject(nn.MultiheadAttention(4, 1), spec, example_input=example).sites[0].name == ""
+
+    def test_one_residual_block_has_the_rate_that_was_asked_for(self) -> None:
+        model = toy(lambda m, x: x + m.f(x), f=nn.Linear(4, 4))
+        shown = plan(model, recipes.stochastic_depth(p=0.2), example_input=torch.ones(2, 4))
+        assert [(site.name, site.p) for site in shown.sites] == [("f", 0.2)]
+
+    @pytest.mark.parametrize("name", recipes.RECIPE_NAMES)
+    def test_no_error_is_about_arguments_that_were_not_passed(self, name: str) -> None:
+        with pytest.raises(LayerError, match=name) as error:
+            plan(nn.Linear(4, 4), getattr(recipes, name)(), example_input=torch.ones(2, 4))
+        assert not re.search("`layers`|p_scale", str(error.value))

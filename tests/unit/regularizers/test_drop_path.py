@@ -1,5 +1,6 @@
 """DropPath on a subset of the batch against DropPath by rows; LayerDrop; HeadDropout against a brute-force loop."""
 
+import copy
 import math
 from itertools import product
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hookdrop import (
     DropPath,
@@ -227,7 +229,7 @@ def test_returns_the_input_with_probability_p_for_the_whole_batch() -> None:
 
 
 def test_the_first_tensor_of_the_output_is_replaced_by_the_input_which_may_be_a_keyword_argument() -> None:
-    layer, x = toy(lambda m, hidden, scale=None: (m.fc(hidden), 1, m.fc(hidden)), fc=nn.Linear(4, 4)), torch.randn(2, 4)
+    layer, x = toy(lambda m, scale, hidden: (m.fc(hidden), 1, m.fc(hidden)), fc=nn.Linear(4, 4)), torch.randn(2, 4)
     inject(model := nn.ModuleList([layer]), LayerDrop(0.5), layers="0")
     outputs = [model[0](scale=torch.ones(4), hidden=x) for _ in range(30)]
     assert all(one == 1 and torch.equal(second, layer.fc(x)) for _, one, second in outputs)
@@ -249,6 +251,96 @@ def test_gradients_of_a_skipped_layer_are_zero_not_missing() -> None:
     model(x).backward(g := torch.randn(2, 4))
     assert torch.equal(x.grad, g)
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+
+
+def decoder_layer(m: Any, memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    x = m.norm(x + m.f(x))
+    return x + m.g(memory)
+
+
+def reversible(m: Any, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    a = a + m.f(b)
+    return a, b + m.g(a)
+
+
+def stack(forward: Any) -> Any:
+    """Layers of two arguments; the output of one is the second argument of the next."""
+    layers = [toy(forward, f=nn.Linear(4, 4), g=nn.Linear(4, 4), norm=nn.LayerNorm(4)) for _ in range(3)]
+    return toy(lambda m, a, x: [x := layer(a, x) for layer in m.layers][-1], layers=nn.ModuleList(layers))
+
+
+class TestInputOfASkippedLayer:
+    def test_is_the_argument_to_which_the_branches_are_added(self) -> None:
+        model, memory, x = stack(decoder_layer), torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+        drop = inject(model, LayerDrop(0.999999), layers="layers.*", example_input=(memory, x))
+        assert {site.regularizer for site in drop.sites} == {"LayerDrop(p=0.999999, argument='x')"}
+        assert torch.equal(model(memory, x), x)
+
+    def test_is_unknown_without_an_example_and_can_be_named(self) -> None:
+        model, memory, x = stack(decoder_layer), torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+        inject(model, LayerDrop(0.999999), layers="layers.*")
+        with pytest.raises(InjectionError, match=r"'memory', 'x' have .*\n.*=x\)\n.*argument='x'"):
+            model(memory, x)
+        inject(model, LayerDrop(0.999999, argument="x"), layers="layers.*", on_existing="replace")
+        assert torch.equal(model(memory, x), x)
+        inject(model, LayerDrop(0.5, argument="y"), layers="layers.*", on_existing="replace")
+        with pytest.raises(InjectionError, match="without a tensor 'y'"):
+            model(memory, x)
+
+    @pytest.mark.parametrize("forward", [reversible, lambda m, a, b: (b + m.f(b), b - m.g(b))], ids=["two", "one"])
+    def test_two_residual_streams_are_refused(self, forward: Any) -> None:
+        model = toy(lambda m, x: sum(m.layer(x, x)), layer=stack(forward).layers[0])
+        with pytest.raises(LayerError, match="2 residual streams"):
+            inject(model, LayerDrop(0.5), layers="layer", example_input=X)
+
+    def test_two_added_arguments_are_ambiguous(self) -> None:
+        model = stack(lambda m, positions, x: positions + x + m.f(x))
+        with pytest.raises(LayerError, match="argument='positions'.*arguments: positions, x"):
+            inject(model, LayerDrop(0.5), layers="layers.*", example_input=(X, X + 1))
+
+
+def write_in_place(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if not m.fc.bias.requires_grad:
+        return x + m.fc(x.relu())
+    x[..., :2] += m.fc(x.relu())[..., :2]  # through a view
+    return x.add_(m.fc(x.relu()))
+
+
+class TestLayerThatWritesInPlace:
+    @pytest.mark.parametrize("recipe", [True, False])
+    def test_is_skipped_in_each_call(self, recipe: bool) -> None:
+        layers = [toy(write_in_place, fc=nn.Linear(4, 4)) for _ in range(2)]
+        model = nn.Sequential(nn.Linear(4, 4), *layers)
+        drop = inject(model, LayerDrop(0.999999), layers="[12]", example_input=X if recipe else None)
+        for run in (model, copy.deepcopy(model), torch.func.vmap(model, randomness="different")):
+            assert all(torch.equal(run(X), model[0](X)) for _ in range(3))
+        assert drop.probe(X).dropped == pytest.approx(1.0)
+
+    @pytest.mark.parametrize("how", ["eager", "compiled", "checkpoint"])
+    def test_has_the_gradients_of_one_of_the_choices(self, how: str) -> None:
+        model, seen = nn.Sequential(nn.Linear(4, 4), toy(write_in_place, fc=nn.Linear(4, 4))), set()
+        clean = copy.deepcopy(model)
+        inject(model, LayerDrop(0.5), layers="1")
+        run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
+        if how == "checkpoint":
+            run = lambda x: checkpoint(lambda h: model[1](h.clone()), model[0](x), use_reentrant=False)
+        for _ in range(16):
+            grads = []
+            for outputs in (run(X), clean[0](X), clean(X)):
+                weights = [model[0].weight if not grads else clean[0].weight]
+                grads.append(torch.autograd.grad(outputs.square().sum(), weights)[0])
+            seen.add(tuple(torch.allclose(grads[0], one) for one in grads[1:]))
+        assert seen == {(True, False), (False, True)}
+
+    def test_only_in_a_later_call_raises_once(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), toy(write_in_place, fc=nn.Linear(4, 4)))
+        inject(model, LayerDrop(0.999999), layers="1")
+        model[1].fc.bias.requires_grad = False
+        model(X)
+        model[1].fc.bias.requires_grad = True
+        with pytest.raises(InjectionError, match="wrote to 'x' in place, unlike the calls before it"):
+            model(X)
+        assert torch.equal(model(X), model[0](X))
 
 
 def test_a_residual_branch_is_refused() -> None:

@@ -1,5 +1,6 @@
 """The tree of layers: its patterns select what its rows stand for, and what fits agrees with the recipes."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -93,6 +94,67 @@ def test_what_fits_agrees_with_the_recipe(found: tuple[nn.Module, Layers], what:
     else:
         with pytest.raises(LayerError):
             plan(model, recipe, example_input=EXAMPLES.get(type(model).__name__))
+
+
+def up_and_down(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    small = m.down(y := m.first(x))
+    return m.last(m.join(torch.cat([nn.functional.interpolate(small, scale_factor=2), y], 1)))
+
+
+def unet() -> nn.Module:
+    def block(before: int, stride: int = 1) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(before, 8, 3, stride, 1), nn.BatchNorm2d(8), nn.ReLU())
+
+    return toy(up_and_down, first=block(3), down=block(8, 2), join=block(16), last=nn.Conv2d(8, 2, 1))
+
+
+def pyramid() -> nn.Module:
+    return torchvision.models.detection.backbone_utils.resnet_fpn_backbone(backbone_name="resnet18", weights=None)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"), [(unet, "unet"), (pyramid, "detector"), (torchvision.models.resnet18, "resnet")]
+)
+def test_the_first_recipe_to_try_is_for_the_kind_of_network(make: Callable[[], nn.Module], kind: str) -> None:
+    model, images = make(), torch.zeros(2, 3, 64, 64)
+    recipes_to_try = str(layers(model, images)).rpartition("recipes to try with plan: ")[2]
+    assert recipes_to_try.startswith(f"dropblock_{kind}(")
+    assert recipes_to_try.count("dropblock_") == 1
+    for text in re.findall(r"\w+\(.*?\)", recipes_to_try):
+        assert plan(model, text, example_input=images).sites
+
+
+class NoHooks(nn.Module):
+    """Calls its forward itself, as the modules of gpytorch do."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.inside, self.weight = nn.ModuleList(inside), nn.Parameter(torch.ones(4))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.inside:
+            x = layer(x)
+        return x * self.weight
+
+
+def test_a_model_that_is_one_layer_has_a_row() -> None:
+    assert rows(layers(nn.Linear(4, 3), torch.ones(2, 4)))[0][1].split()[-2:] == ["4", "features"]
+    attention = layers(nn.MultiheadAttention(4, 2), torch.ones(3, 5, 2, 4).unbind())
+    assert [(one.name, one.fits) for one in attention] == [("", ("DropKey: attention",)), ("out_proj", ())]
+
+
+def test_modules_that_run_no_hooks_say_so_and_layers_inside_them_work() -> None:
+    x = torch.ones(2, 4)
+    assert layers(NoHooks(NoHooks()), x)[0].fits == ("overrides __call__, so hooks never run",)
+    for regularizer, where in (("stochastic_depth()", None), ("drop_key()", None), ("Dropout(p=0.5)", "inside.0")):
+        with pytest.raises(LayerError, match="NoHooks overrides __call__ .* no hook"):
+            plan(NoHooks(NoHooks()), regularizer, layers=where, example_input=x)
+    model = NoHooks(nn.Linear(4, 4), nn.Dropout(0.1))
+    assert [one.calls for one in layers(model, x)] == [0, None, 1, 1]
+    assert [site.name for site in plan(model, recipes.set_dropout(), example_input=x).sites] == ["inside.1"]
 
 
 def test_rates_are_those_of_the_dropout_that_set_dropout_finds(found: tuple[nn.Module, Layers]) -> None:
