@@ -375,7 +375,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _faked(self, x: Tensor) -> Tensor:
-        return self.fake_mode.from_tensor(x) if type(x) in (Tensor, nn.Parameter) else x  # type: ignore[no-any-return]
+        return self.fake_mode.from_tensor(x) if type(x) in (Tensor, nn.Parameter) else x
 
     def _op(self, name: str, function: Any, args: Any, kwargs: Any, inputs: tuple[Node, ...]) -> Op:
         if re.search("^new_|_like$|_as$", name):
