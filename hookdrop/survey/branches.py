@@ -41,10 +41,10 @@ class Residual:
     op: Op
     skip: Node
     branch: Node
+    root: Node
+    """The tensor from which both come: the skip, or what it is a sum with, or the input of a projection."""
     inside: set[Node] = field(default_factory=set)
     """What is computed for the branch alone."""
-    root: Node = None  # type: ignore[assignment]
-    """The tensor from which both come: the skip, or what it is a sum with, or the input of a projection."""
     before: set[Node] = field(default_factory=set)
     """What lies between the root and the branch, with both."""
     is_projection: bool = False
@@ -161,7 +161,7 @@ class _Search:
         orders = [terms] if op.name != "add" else [terms, terms[::-1]]
         orders = [(a, b) for a, b in orders if a.size == op.outputs[-1].size]
         # A branch that has other uses, such as one that positions are added to, is no branch.
-        sums = [Residual(op, a, b, inside) for a, b in orders if (inside := self.regions.before(b, op).inside)]
+        sums = [Residual(op, a, b, a, inside) for a, b in orders if (inside := self.regions.before(b, op).inside)]
         for find in (self._stream, self._projection):
             found = [one for one in sums if find(one)]
             if len(found) == 1:
@@ -236,7 +236,7 @@ class _Search:
             for skip, branch in (terms, terms[::-1]):
                 inside = self.regions.before(branch, node.op).inside
                 if inside and branch in before and skip.is_data and skip not in before:
-                    first = Residual(node.op, skip, branch, inside, root, self._between(root, branch, inside)[0])
+                    first = Residual(node.op, skip, branch, root, inside, self._between(root, branch, inside)[0])
                     if self._computes(root, branch, first.before):
                         return self._add(first)
         return None
@@ -283,7 +283,7 @@ class _Search:
                 if skip.size == branch.size and len(self.regions.uses(branch)) == 1:
                     root, before, _ = self._reach(skip, branch)
                     if root in before and self._computes(root, branch, before):
-                        return Residual(op, skip, branch, root=root, before=before)
+                        return Residual(op, skip, branch, root, before=before)
         return None
 
     def _is_joined(self, residual: Residual, node: Node) -> bool:
@@ -421,7 +421,7 @@ def _layers(trace: Trace, residuals: list[Residual], usable: set[str]) -> dict[R
         patterns.setdefault(home, {})[ends[residual]] = re.sub(r"\.\d+(?=\.)", ".#", f".{ends[residual]}.")
     # Several ends whose names differ in an index only belong to several layers.
     stacks = {home for home, names in patterns.items() if not home or len(set(names.values())) < len(names)}
-    # An encoder may have a branch of its own, such as positions that a convolution computes.
+    # An encoder is no layer, even if it adds something itself, such as the positions from a convolution.
     layers = trace.repeated(homes.values())
     inside = [name.rpartition(".")[0] for name in layers]
     stacks |= {home for home in homes.values() if home not in layers and any(x.startswith(f"{home}.") for x in inside)}

@@ -81,27 +81,33 @@ class Survey:
             found = growing_axis(*self._two_and_three(axis), name, at)
             if isinstance(found, str) or found.per_sample == 1:
                 return found
-            interleaved = self._row_orders(axis)[name, at]
+            interleaved = self._row_orders(axis)[name, at] if self._has_values else _NO_VALUES
         except InjectionError:
             return "the model does not run on the example with 2 and 3 samples"
         return interleaved if isinstance(interleaved, str) else replace(found, interleaved=interleaved)
 
     @cached_property
     def batch_axis(self) -> int | str:
-        """The axis of the example with the samples, 0 or 1, or why there is none. Without values, it is 0."""
-        given = [*self.model.parameters(), *tensors(self.example.value)]
-        if is_batched(self.trace) or any(x.is_meta or is_fake(x) for x in given):
+        """The axis of the example with the samples, 0 or 1, or why there is none; 0 if this cannot be tried."""
+        if is_batched(self.trace) or not self._has_values:
             return 0
-        reasons = []
+        reasons = dict[int, str]()
         for axis in (0, 1):
             try:
-                reason = why_no_batch(self._row_orders(axis), *self._two_and_three(axis))
-            except InjectionError:
-                reason = "the model does not run with 2 and 3 rows there"
-            if not reason:
+                reasons[axis] = why_no_batch(self._row_orders(axis), *self._two_and_three(axis))
+            except InjectionError:  # such as the images of a detector, which are a list
+                continue
+            if not reasons[axis]:
                 return axis
-            reasons.append(f"axis {axis}: {reason}")
-        return f"no axis of the example has independent samples ({'; '.join(reasons)})"
+        if 0 not in reasons:
+            return 0
+        faults = "; ".join(f"axis {axis}: {reason}" for axis, reason in reasons.items())
+        return f"no axis of the example has independent samples ({faults})"
+
+    @cached_property
+    def _has_values(self) -> bool:
+        given = [*self.model.parameters(), *tensors(self.example.value)]
+        return not any(x.is_meta or is_fake(x) for x in given)
 
     def _two_and_three(self, axis: int) -> tuple[Trace, Trace]:
         """The forward passes with two and with three samples on an axis of the example."""
@@ -136,6 +142,8 @@ class Survey:
         return found if isinstance(found, str) else ""
 
     def _removable(self, layer: str) -> Patches | str:
+        if not self._has_values:
+            return _NO_VALUES
         if layer not in self._tokens:
             self.forwards += 3
             self._tokens[layer] = removable_patches(self.model, self.example.varied((0, 1)), layer)
@@ -195,6 +203,7 @@ class Survey:
         return DropRates(tuple(known_drop_rates(self.model)), {missed: ()})
 
 
+_NO_VALUES = "this takes values, and the model or the example has none (a meta device or fake tensors)"
 _CACHE: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Survey]] = weakref.WeakKeyDictionary()
 
 
@@ -203,8 +212,7 @@ def survey(model: nn.Module, example_input: Any = None) -> Survey:
 
     The model runs in eval mode without gradients, and everything is restored. Its tensors have shapes but no values
     where that suffices. The result is cached until a module is replaced, a setting of one changes (its attributes that
-    are numbers or strings) or a hook of other code, or the shapes of the example or its other
-    arguments change.
+    are numbers or strings) or a hook of other code, or the shapes of the example or its other arguments change.
 
     Args:
         model: the model, possibly inside wrappers.

@@ -172,8 +172,8 @@ def _sources(ends: Sequence[Node], ops: set[Op], mixing: set[Op]) -> list[Node]:
             if op.name in PRODUCTS | CONVS and _has_weight(op) and op.argument(6, "groups", 1) == 1:
                 starts.update(dict.fromkeys(data))
             else:  # of tensors that are added or multiplied, the last is enough
-                alike = [] if op.name in {*PRODUCTS, FUSED_ATTENTION} else [x for x in data if x.shape == node.shape]
-                waiting += sorted(alike, key=_index)[-1:] or data
+                equal = [] if op.name in {*PRODUCTS, FUSED_ATTENTION} else [x for x in data if x.shape == node.shape]
+                waiting += sorted(equal, key=_index)[-1:] or data
     return [*starts]
 
 

@@ -145,8 +145,9 @@ def restored_objects(model: nn.Module) -> Iterator[None]:
 
 def _captured(value: Any) -> list[Any]:
     """Return the variables that a function takes from the function around it."""
-    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-    cells = (function.__closure__ or ()) if isinstance(function, FunctionType) else ()
+    # By `type`, because `isinstance` runs code of proxies.
+    function = value.__func__ if type(value) in (staticmethod, classmethod) else value
+    cells = (function.__closure__ or ()) if type(function) is FunctionType else ()
     return [cell.cell_contents for cell in cells if cell != _EMPTY]
 
 

@@ -212,7 +212,7 @@ def _terms(output: Node, call: Call) -> set[Node]:
         node = waiting.pop()
         op, before = node.op, list[Node]()
         if op is not None and node.index > call.start and node not in call.inputs:
-            same = [one for one in op.inputs if one.fits and one.is_data and one.size == node.size]
+            same = [one for one in op.inputs if one.fits and one.is_data == node.is_data and one.size == node.size]
             is_simple = is_linear(op) or "norm" in op.name or (len(op.inputs) == 1 and not has_weights(op))
             before = [*(added(op) or (same if is_simple and len(same) == 1 else ()))]
         terms.update([] if before else [node])

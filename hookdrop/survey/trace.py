@@ -148,8 +148,7 @@ class Trace:
     outputs: list[Node] = field(default_factory=list)
     """The tensors that the model returns."""
     modules: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
-    """The class of each module, and the shapes of its own parameters, by full name."""
-
+    """By full name, the class of each module and the shapes of the parameters that it holds itself."""
     lists: dict[str, list[str]] = field(default_factory=dict)
     """The modules in each `ModuleList`, `ModuleDict` and `Sequential`, by full name."""
 

@@ -213,9 +213,9 @@ def conditioned_wavenet(m: Any, x: Tensor) -> Any:
     return out
 
 
-def elmo(m: Any, x: Tensor) -> Tensor:
-    """A weighted mean of the outputs of all layers."""
-    return sum(x.mul(0.5) if part is None else (x := part(x)) * 0.5 for part in (None, *m.parts))  # type: ignore[return-value]
+def elmo(m: Any, x: Tensor) -> Any:
+    """A weighted sum of the outputs of all layers."""
+    return sum([0.5 * x, *(0.5 * (x := part(x)) for part in m.parts)])
 
 
 def nbeats(m: Any, x: Tensor) -> Any:
@@ -275,12 +275,12 @@ def test_a_part_of_a_tensor_that_is_added() -> None:
     joined = block(lambda m, x: torch.cat([(y := m.f(m.p(x)))[..., :4] + x[..., :4], y[..., 4:]], -1))
     assert [one.end for one in branches(nn.Sequential(joined, pre_norm()))] == ["0.f", "1.f", "1.g"]
 
-    def forward(m: Any, x: Tensor) -> Tensor:
+    def forward(m: Any, x: Tensor) -> Any:
         out: Any = 0
         for part, both in zip(m.parts, m.heads, strict=True):
             more, skip = both(part(x).tanh()).chunk(2, -1)
             x, out = x + more, out + skip
-        return out  # type: ignore[no-any-return]
+        return out
 
     both = nn.ModuleList(nn.Linear(C, 2 * C) for _ in range(3))
     shared = toy(forward, parts=nn.ModuleList(nn.Linear(C, C) for _ in both), heads=both)
@@ -289,7 +289,7 @@ def test_a_part_of_a_tensor_that_is_added() -> None:
 
 
 def test_layers_are_the_innermost_repeated_blocks() -> None:
-    """An encoder with a branch of its own is no layer, and parts of one class are none of their own."""
+    """Neither an encoder that adds positions, nor the two parts of a layer, are layers themselves."""
     positions = toy(lambda m, x: stacked(m, x + m.f(x)), f=nn.Linear(C, C), parts=stack(pre_norm).parts)
     model = nn.Sequential(nn.Linear(C, C), positions, nn.Linear(C, C))
     assert [name for name, reason in survey(model, X).skippable.items() if not reason] == [

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -74,6 +75,8 @@ def checkpointed(function: Callable[[Tensor], Tensor]) -> Tensor:
 BATCH_NORMS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
 TAGGED = torch.ones(2).as_subclass(Tagged)
 CANARIES: dict[str, Callable[[], object]] = {
+    # Without it, experiments on a model without values fail.
+    "is_fake": lambda: not internals.is_fake(torch.ones(2)) and internals.is_fake(FakeTensorMode().from_tensor(torch.ones(2))),
     # Without it, probes and dry runs change running statistics, and frozen batch norms are not recognized.
     "BatchNorm": lambda: (
         all(issubclass(kind, internals.BatchNorm) for kind in BATCH_NORMS)
