@@ -1,8 +1,8 @@
-"""Compare the sites of the recipes with timm's own, for every timm architecture: `python benchmarks/placement.py`.
+"""Compare the sites of the recipes with those of timm and torchvision: `python benchmarks/placement.py`.
 
-Build each on the meta device with timm's `drop_path_rate`, with its `drop_block_rate`, and without; plan the recipes on
-the last. A result is "equal" if names and rates match those of timm's own modules, or, if the model has no module at
-the end of a branch (ResNets), those of blocks.
+Build each architecture on the meta device with the library's own stochastic depth and DropBlock, and without; plan the
+recipes on the last. A result is "equal" if names and rates match those of the library's own modules, or, if the model
+has no module at the end of a branch (ResNets), those of blocks. Every recipe has to treat equal blocks equally.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any
 
 import timm
 import torch
+import torchvision
 from timm.layers.drop import DropBlock2d, DropPath
 from torch import nn
 
 import hookdrop
 import sweep
-from hookdrop import InjectionError, LayerError
+from hookdrop import InjectionError, LayerError, recipes
 from hookdrop.recipes import stochastic_depth, timm_dropblock
+from models import equal
 from sweep import Sweep
 
 P, TOLERANCE = 0.1, 1e-6
@@ -33,19 +35,24 @@ SCALES: dict[str, Any] = {
     "p everywhere": "equal",
 }
 
+EVERY = (
+    *(stochastic_depth(P), recipes.layer_drop(P), recipes.residual_dropout(P), recipes.head_dropout(P)),
+    *(recipes.drop_key(P), recipes.dropblock_resnet(p=P, block_size=3)),
+)
 Rates = dict[str, tuple[float, ...]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare the architectures, and write placement.json and placement.md."""
     options = sweep.parser(__doc__, out="runs/placement", memory=8.0).parse_args(argv)
-    about = Sweep("placement", "The sites of the recipes and timm's", "python benchmarks/placement.py")
-    return sweep.main(options, about, timm.list_models(), compare)
+    about = Sweep("placement", "The sites of the recipes and the libraries'", "python benchmarks/placement.py")
+    names = [f"torchvision:{name}" for name in torchvision.models.list_models(torchvision.models)]
+    return sweep.main(options, about, [*timm.list_models(), *names], compare)
 
 
 def compare(name: str, options: object = None) -> dict[str, Any]:
     """Return the record of one architecture, with the result of each recipe."""
-    found = {"stochastic_depth": depth(name), "timm_dropblock": dropblock(name)}
+    found = {"stochastic_depth": depth(name), "timm_dropblock": dropblock(name), **unequal(name)}
     others = {recipe: text for recipe, text in found.items() if not text.startswith(("equal", "unused", "untaken"))}
     if not others:
         return found | {"status": "passed" if any(text.startswith("equal") for text in found.values()) else "no layers"}
@@ -56,14 +63,17 @@ def compare(name: str, options: object = None) -> dict[str, Any]:
 
 def depth(name: str) -> str:
     """Compare stochastic depth in one architecture."""
-    native = build(name, drop_path_rate=P)
-    clean = build(name, drop_path_rate=0.0)
+    rate = "stochastic_depth_prob" if ":" in name else "drop_path_rate"
+    native, clean = build(name, **{rate: P}), build(name, **{rate: 0.0})
     if native is None or clean is None:
         return "untaken"
     # Including branches with rate 0, where timm has an Identity.
-    branch_ends = {site for site in called_modules(native) if re.search(r"drop_path\d*$", site)}
+    branch_ends = {site for site in called_modules(native) if re.search(r"(drop_path\d*|stochastic_depth)$", site)}
     modules = {site: native.get_submodule(site) for site in branch_ends}
-    expected = {site: (one.drop_prob,) for site, one in modules.items() if isinstance(one, DropPath) and one.drop_prob}
+    rates = {
+        site: one.drop_prob if isinstance(one, DropPath) else getattr(one, "p", 0) for site, one in modules.items()
+    }
+    expected = {site: (rate,) for site, rate in rates.items() if rate}
     if not expected:
         return "unused"
     mismatches = []
@@ -101,12 +111,23 @@ def dropblock(name: str) -> str:
 def build(name: str, **keywords: float) -> nn.Module | None:
     """Build the architecture on the meta device; return None if it rejects these keywords."""
     with suppress(Exception), torch.device("meta"):
-        return timm.create_model(name, **keywords)
+        library, _, bare = name.rpartition(":")
+        return torchvision.models.get_model(bare, **keywords) if library else timm.create_model(name, **keywords)
     return None
 
 
+def unequal(name: str) -> dict[str, str]:
+    """Return the recipes that treat equal blocks of an architecture differently, each with the first difference."""
+    clean, found = build(name), {}
+    for recipe in EVERY if clean else ():
+        with suppress(LayerError, InjectionError):
+            if others := [*equal.differences(hookdrop.plan(clean, recipe))]:
+                found[f"equal blocks, {type(recipe).__name__}"] = f"{len(others)} differ: {others[0]}"
+    return found
+
+
 def difference(clean: nn.Module, got: Rates, expected: Rates) -> str:
-    """Describe the first difference; return "" if there is none."""
+    """Describe the first difference from the library's own sites; return "" if there is none."""
     if not set(expected) <= {name for name, _ in clean.named_modules(remove_duplicate=False)}:
         got, expected = ({site.rpartition(".")[0]: rates for site, rates in one.items()} for one in (got, expected))
     for extra, what in ((set(got) - set(expected), "not in timm"), (set(expected) - set(got), "only in timm")):
@@ -125,7 +146,7 @@ def called_modules(model: nn.Module) -> set[str]:
         module.register_forward_pre_hook(lambda module, args, name=name: called.add(name))
     try:
         with torch.no_grad(), torch.device("meta"):
-            model.eval()(torch.empty(2, *model.default_cfg["input_size"]))
+            model.eval()(torch.empty(2, *getattr(model, "default_cfg", {}).get("input_size", (3, 224, 224))))
     except Exception:
         return {name for name, _ in model.named_modules()}
     return called

@@ -16,6 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 import hookdrop
 from hookdrop.recipes import Recipe
+from models import equal
 from models.catalog import Example
 from models.footprint import bit_equal, differences, fingerprint, footprint, tensors
 
@@ -186,6 +187,8 @@ class Check:
         planned = {(site.name, site.shape, site.calls) for site in found.plan.sites}
         same = self.recipe is not None or planned <= listed
         require(same, "the plan of the chosen layers differs from the plan of all layers")
+        if self.recipe is not None and (others := [*equal.differences(found.plan)]):
+            record |= {"status": "differs", "error": others[0]}
         record["sites"] = dict(Counter(label(site.regularizer) for site in found.plan.sites))
         if found.totals is not None:
             record |= {"finite": behavior.finite, **rates(found)}

@@ -139,7 +139,6 @@ class Cell(Part):
     steps: int
     train_images: int
     test_images: int
-    skipped_images: int
     arms: list[ArmSummary]
     between: list[Contrast]
     controls: Controls

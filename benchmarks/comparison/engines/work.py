@@ -30,10 +30,6 @@ Progress = Callable[[int, str], Callable[[Record], None]]
 FRAMES, LONGEST = 4, 2000
 
 
-class EngineError(Exception):
-    """The engine cannot run; nothing was trained."""
-
-
 @dataclass
 class Runner:
     """Trains missing runs, and collects the records of all requested ones, including tuning."""

@@ -43,7 +43,6 @@ class Outcome(TypedDict):
     steps: int
     train_images: int
     scored_images: int
-    skipped_images: int
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 # What is compared without a file and without --arms: recipes choose their own layers.
 _DEFAULTS = {"arms": ["dropblock_resnet(p=0.1)", "stochastic_depth(p=0.1)"], "epochs": 20}
 _LISTS = {
-    "models": "timm or torchvision models, such as resnet18",
-    "data": "digits, synthetic-cue, cifar10, cifar100, emoji, or a folder with a folder for each class",
+    "models": "timm models, such as resnet18",
+    "data": "digits, synthetic-cue, emoji, or a folder with a folder for each class",
     "layers": "sites, such as 'layer[34].*.bn2'",
     "arms": "such as 'DropBlock(p=0.1)', a recipe, or 'timm.DropPath(drop_prob=0.1)'",
 }
@@ -44,17 +44,12 @@ def parse(argv: Sequence[str] | None, description: str | None) -> argparse.Names
     for name, text in {**_LISTS, **_SETTINGS}.items():
         flags = [f"--{name.replace('_', '-')}", *(["--model"] if name == "models" else [])]
         add(*flags, help=text, metavar="VALUE", nargs="+" if name in _LISTS else None)
-    add("--only", nargs="+", metavar="ARM", default=[], help="run only these arms, none and the controls")
     add = parser.add_argument_group("how to run it").add_argument
-    add("--engine", choices=["local", "ray"], default="local", help="local processes, or Ray")
-    add("--address", help="address of a running Ray cluster; by default Ray starts on this machine")
     add("--workers", type=int, default=os.cpu_count() or 1, help="number of parallel runs, with one thread each")
-    add("--dry-run", action="store_true", help="print sites, runs and estimated durations without training")
+    add("--dry-run", action="store_true", help="print sites, runs and power without training")
     options = parser.parse_args(argv)
     if options.workers < 1:
         parser.error(f"--workers must be at least 1, got {options.workers}")
-    if options.address and options.engine != "ray":
-        parser.error("--address requires --engine ray")
     if not (options.config or options.models or options.report):
         parser.error("nothing to compare: pass --config benchmarks/configs/quick.yaml, or --models, --data, --layers")
     options.out = options.out or Path("runs") / (options.config.stem if options.config else "compare")
@@ -91,10 +86,6 @@ def config_of(options: argparse.Namespace) -> tuple[Any, str]:
     config = validate({**settings, **flags}, source)
     if flags:
         text += "\n# overridden by flags: " + ", ".join(f"{name}={value!r}" for name, value in flags.items()) + "\n"
-    known = [arm.name for arm in config.all_arms()]
-    for name in options.only:
-        if name not in known:
-            raise ConfigError(f"--only: no arm is named {name!r}.\n{suggest(name, known)}\nNothing was trained.")
     return config, text
 
 

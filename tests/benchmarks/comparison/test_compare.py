@@ -88,20 +88,10 @@ class TestSmallComparison:
         assert controls.none_none is not None
         assert all(arm.time and arm.memory for arm in cell.arms)
 
-    def test_a_selected_arm_has_the_same_runs(self, tiny: SimpleNamespace, copied: Path) -> None:
-        (cell,) = Summary.model_validate_json((tiny.out / "summary.json").read_text()).cells
-        row = next(arm for arm in cell.arms if arm.name == "timm.DropPath (equal p)")
-        status, _ = run("--config", tiny.config, "--out", copied, "--workers", 1, "--only", row.name)
-        assert status == 0
-        assert len(records(copied)) == TRIALS + FINALS + 2  # the A/A control uses another regularizer
-        only = Summary.model_validate_json((copied / "summary-only.json").read_text())
-        again = next(arm for arm in only.cells[0].arms if arm.name == row.name)
-        assert again.values == row.values
-
     def test_a_dry_run_trains_nothing(self, tiny: SimpleNamespace, tmp_path: Path) -> None:
         status, text = run("--config", tiny.config, "--out", tmp_path / "dry", "--workers", 3, "--dry-run")
-        assert (status, bool(re.search(r"About \d+ minutes with 3 workers", text))) == (0, True)
-        assert re.search(rf"final runs: {FINALS} to train.*; 0 in the store", text)
+        assert status == 0
+        assert f"final runs: {FINALS} to train; 0 in the store" in text
         assert "No difference can be significant at 5 %: use --seeds 7 or more." in text
         assert not records(tmp_path / "dry")
 
@@ -151,10 +141,6 @@ class TestInvalidRequests:
     def test_missing_config_file(self, tmp_path: Path) -> None:
         status, text = run("--config", BENCHMARKS / "configs" / "digit.yaml", "--out", tmp_path)
         assert (status, "did you mean" in text, "digits.yaml" in text) == (2, True, True)
-
-    def test_unknown_arm(self, tmp_path: Path) -> None:
-        said = "--only: no arm is named 'Dropblock'.\n  did you mean: DropBlock"
-        assert said in self.error(tmp_path, TINY, "--only", "Dropblock")
 
     def test_output_folder_that_is_not_writable(self, tiny: SimpleNamespace, tmp_path: Path) -> None:
         (tmp_path / "out").write_text("a file")
