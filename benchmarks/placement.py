@@ -1,8 +1,8 @@
-"""Compare the sites of the recipes with those of timm and torchvision: `python benchmarks/placement.py`.
+"""Compare stochastic_depth's sites with those of timm and torchvision: `python benchmarks/placement.py`.
 
-Build each architecture on the meta device with the library's own stochastic depth and DropBlock, and without; plan the
-recipes on the last. A result is "equal" if names and rates match those of the library's own modules, or, if the model
-has no module at the end of a branch (ResNets), those of blocks. Every recipe has to treat equal blocks equally.
+Build each architecture on the meta device with the library's own stochastic depth and without; plan the recipe on the
+latter. A result is "equal" if names and rates match those of the library's own modules, or, if the model has no module
+at the end of a branch (ResNets), those of blocks. Every recipe has to treat equal blocks equally.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 import timm
 import torch
 import torchvision
-from timm.layers.drop import DropBlock2d, DropPath
+from timm.layers.drop import DropPath
 from torch import nn
 
 import hookdrop
 import sweep
 from hookdrop import InjectionError, LayerError, recipes
-from hookdrop.recipes import stochastic_depth, timm_dropblock
+from hookdrop.recipes import stochastic_depth
 from models import equal
 from sweep import Sweep
 
@@ -35,30 +35,28 @@ SCALES: dict[str, Any] = {
     "p everywhere": "equal",
 }
 
+STATUSES = {"equal": "passed", "unused": "no layers", "untaken": "no layers", "refused": "refused"}
 EVERY = (
-    *(stochastic_depth(P), recipes.layer_drop(P), recipes.residual_dropout(P), recipes.head_dropout(P)),
-    *(recipes.drop_key(P), recipes.dropblock_resnet(p=P, block_size=3)),
+    *(make(p=P) for make in (recipes.layer_drop, recipes.residual_dropout, recipes.head_dropout, recipes.drop_key)),
+    *(stochastic_depth(p=P), recipes.dropblock_resnet(p=P, block_size=3)),
 )
-Rates = dict[str, tuple[float, ...]]
+Rates = dict[str, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare the architectures, and write placement.json and placement.md."""
     options = sweep.parser(__doc__, out="runs/placement", memory=8.0).parse_args(argv)
-    about = Sweep("placement", "The sites of the recipes and the libraries'", "python benchmarks/placement.py")
+    about = Sweep("placement", "The sites of stochastic_depth and the libraries'", "python benchmarks/placement.py")
     names = [f"torchvision:{name}" for name in torchvision.models.list_models(torchvision.models)]
     return sweep.main(options, about, [*timm.list_models(), *names], compare)
 
 
 def compare(name: str, options: object = None) -> dict[str, Any]:
-    """Return the record of one architecture, with the result of each recipe."""
-    found = {"stochastic_depth": depth(name), "timm_dropblock": dropblock(name), **unequal(name)}
-    others = {recipe: text for recipe, text in found.items() if not text.startswith(("equal", "unused", "untaken"))}
-    if not others:
-        return found | {"status": "passed" if any(text.startswith("equal") for text in found.values()) else "no layers"}
-    refused = all(text.startswith("refused") for text in others.values())
-    error = "; ".join(f"{recipe}: {text}" for recipe, text in others.items())
-    return found | {"status": "refused" if refused else "differs", "error": error}
+    """Return the record of one architecture."""
+    found, others = depth(name), unequal(name)
+    status = "differs" if others else STATUSES.get(re.split("[,:]", found)[0], "differs")
+    error = {"error": "; ".join([found, *others])} if status in ("refused", "differs") else {}
+    return {"stochastic_depth": found, "status": status, **error}
 
 
 def depth(name: str) -> str:
@@ -70,10 +68,8 @@ def depth(name: str) -> str:
     # Including branches with rate 0, where timm has an Identity.
     branch_ends = {site for site in called_modules(native) if re.search(r"(drop_path\d*|stochastic_depth)$", site)}
     modules = {site: native.get_submodule(site) for site in branch_ends}
-    rates = {
-        site: one.drop_prob if isinstance(one, DropPath) else getattr(one, "p", 0) for site, one in modules.items()
-    }
-    expected = {site: (rate,) for site, rate in rates.items() if rate}
+    rates = {site: getattr(one, "drop_prob", getattr(one, "p", 0.0)) for site, one in modules.items()}
+    expected = {site: rate for site, rate in rates.items() if rate}
     if not expected:
         return "unused"
     mismatches = []
@@ -82,30 +78,13 @@ def depth(name: str) -> str:
             plan = hookdrop.plan(clean, stochastic_depth(p=P), p_scale=p_scale)
         except (LayerError, InjectionError) as error:
             return f"refused: {str(error).splitlines()[0]}"
-        got = {site.name: (site.p,) for site in plan.sites if site.p}
+        got = {site.name: site.p for site in plan.sites if site.p}
         mismatches.append(difference(clean, got, expected))
         if not mismatches[-1]:
             return f"equal, {formula}"
     extra = {site.name for site in plan.sites} - branch_ends
     missing = set(expected) - {site.name for site in plan.sites}
     return f"{'places equal' if not extra and not missing else 'places differ'}: {mismatches[0]}"
-
-
-def dropblock(name: str) -> str:
-    """Compare timm's DropBlock in one architecture."""
-    native, clean = build(name, drop_block_rate=P), build(name)
-    if native is None or clean is None:
-        return "untaken"
-    blocks = {site: module for site, module in native.named_modules() if isinstance(module, DropBlock2d)}
-    if not blocks:
-        return "unused"
-    expected = {site: (block.drop_prob * block.gamma_scale, block.block_size) for site, block in blocks.items()}
-    try:
-        plan = hookdrop.plan(clean, timm_dropblock(P))
-    except (LayerError, InjectionError) as error:
-        return f"refused: {str(error).splitlines()[0]}"
-    got = {site.name: (site.p, site.regularizer.block_size) for site in plan.sites}
-    return "equal" if got == expected else f"differ: {difference(clean, got, expected)}"
 
 
 def build(name: str, **keywords: float) -> nn.Module | None:
@@ -116,13 +95,16 @@ def build(name: str, **keywords: float) -> nn.Module | None:
     return None
 
 
-def unequal(name: str) -> dict[str, str]:
-    """Return the recipes that treat equal blocks of an architecture differently, each with the first difference."""
-    clean, found = build(name), {}
+def unequal(name: str) -> list[str]:
+    """Return what differs between equal blocks of an architecture, the first difference or error of each recipe."""
+    clean, found = build(name, stochastic_depth_prob=0.0) or build(name), []
     for recipe in EVERY if clean else ():
         with suppress(LayerError, InjectionError):
-            if others := [*equal.differences(hookdrop.plan(clean, recipe))]:
-                found[f"equal blocks, {type(recipe).__name__}"] = f"{len(others)} differ: {others[0]}"
+            try:
+                texts = [*equal.differences(hookdrop.plan(clean, recipe))]
+            except RuntimeError as error:
+                texts = [str(error)]
+            found += [f"{type(recipe).__name__}: {text}" for text in texts[:1]]
     return found
 
 
@@ -134,7 +116,7 @@ def difference(clean: nn.Module, got: Rates, expected: Rates) -> str:
         if extra:
             return f"{len(extra)} of {len(got)} sites are {what}: {min(extra)}"
     for site in sorted(expected):
-        if any(abs(a - b) > TOLERANCE for a, b in zip(got[site], expected[site], strict=True)):
+        if abs(got[site] - expected[site]) > TOLERANCE:
             return f"the rate of {site} is {got[site]}, timm's {expected[site]}"
     return ""
 

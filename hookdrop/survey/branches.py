@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hookdrop.survey.ops import AFFINE, CROPS, ENLARGING, FUSED_ATTENTION, MIXTURES, PARTS, PRODUCTS, SIZE_KEEPING
+from hookdrop.survey.ops import AFFINE, CATS, CROPS, ENLARGING, FUSED_ATTENTION, MIXTURES, PARTS, PRODUCTS, SIZE_KEEPING
 from hookdrop.survey.regions import Regions
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
@@ -159,7 +159,7 @@ class _Search:
         if terms is None:
             return None
         orders = [terms] if op.name != "add" else [terms, terms[::-1]]
-        orders = [(a, b) for a, b in orders if a.size == op.outputs[-1].size and b.is_data]
+        orders = [(a, b) for a, b in orders if a.size == op.outputs[-1].size]
         # A branch that has other uses, such as one that positions are added to, is no branch.
         sums = [Residual(op, a, b, inside) for a, b in orders if (inside := self.regions.before(b, op).inside)]
         for find in (self._stream, self._projection):
@@ -256,8 +256,14 @@ class _Search:
             return False
         residual.root, residual.is_projection = root, True
         residual.before = self._between(root, branch, residual.inside)[0]
-        around = [node.op for node in residual.before if node.op is not None and node is not root]
-        return root in residual.before and (known is not None or _is_projection(path, around, residual))
+        around = [node.op for node in residual.before - {root} if node.op is not None]
+        is_region = root in residual.before and all(use.name in CROPS for use in self._leaks(residual))
+        return is_region and (known is not None or _is_projection(path, around, residual))
+
+    def _leaks(self, residual: Residual) -> Iterator[Op]:
+        """Yield the operations outside a branch that read what lies between its root and its end."""
+        for node in residual.before - {residual.root, residual.branch}:
+            yield from (use for use in self.regions.uses(node) if residual.before.isdisjoint(use.outputs))
 
     def _path(self, skip: Node, branch: Node) -> list[Op]:
         """Return the operations on one tensor that lead to a skip from what also leads to a branch, the last first."""
@@ -280,6 +286,14 @@ class _Search:
                         return Residual(op, skip, branch, root=root, before=before)
         return None
 
+    def _is_joined(self, residual: Residual, node: Node) -> bool:
+        """Whether the rest of a tensor, of which a part is added, is concatenated with the sum, as in a ReXNet."""
+        for use in self.regions.uses(node):
+            others = [other for one in use.outputs if one not in residual.inside for other in self.regions.uses(one)]
+            if any(other.name not in CATS or residual.output not in other.inputs for other in others):
+                return False
+        return node not in self.regions.outputs
+
     def _producers(self, node: Node) -> list[Call]:
         """Return the calls that returned a node before the current operation, the last first."""
         calls = [call for call in self.outputs.get(node, []) if call.end < self.now]
@@ -288,7 +302,11 @@ class _Search:
     def _ends(self, residual: Residual, node: Node) -> Iterator[list[Call]]:
         """Yield the candidates for the end of each term of a branch."""
         calls: list[Call] = []
-        while node in residual.inside & residual.before and node.op is not None:
+        while (
+            node.op is not None
+            and node in residual.before
+            and (node in residual.inside or self._is_joined(residual, node))
+        ):
             calls += self._producers(node)
             if node in self.found:
                 if not self.found[node].is_projection or calls:
@@ -303,7 +321,7 @@ class _Search:
             if not is_linear(node.op) or len(inputs) != 1:
                 break
             node = inputs[0]
-        residual.has_shared_end |= not calls and node not in residual.inside and bool(self._producers(node))
+        residual.has_shared_end |= not calls and bool(self._producers(node)) and node is not residual.root
         yield calls
 
 

@@ -22,7 +22,7 @@ class Regions:
     """The regions of a trace. Uses without an effect on the output of the model, such as statistics, do not count."""
 
     def __init__(self, trace: Trace) -> None:
-        self.outputs = {*trace.calls[0].outputs} if trace.calls else set()
+        self.outputs = {*trace.outputs}
         live = {*self.outputs}
         for op in reversed(trace.ops):
             if not self.outputs or not live.isdisjoint(op.outputs):
@@ -51,7 +51,7 @@ class Regions:
             if all(one in found.inside or not (self.uses(one) or one in self.outputs) for one in node.op.outputs):
                 done.add(node.op)
             for one in node.op.inputs:
-                if one.is_data and one not in seen:
+                if (one.is_data or one.op is not None) and one not in seen:
                     seen.add(one)
                     heapq.heappush(waiting, (-one.index, one))
         return found
