@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     started = time.perf_counter()
-    config, written = options.config_of(args)
+    config, written = options.config_of(args.config)
     study = Study(config)
     found = preview.check_study(study)
     for name, planned in found.plans.items():

@@ -17,7 +17,6 @@ from typing import Any
 import timm
 import torch
 import torchvision
-from timm.layers.drop import DropPath
 from torch import nn
 
 import hookdrop
@@ -99,12 +98,13 @@ def unequal(name: str) -> list[str]:
     """Return what differs between equal blocks of an architecture, the first difference or error of each recipe."""
     clean, found = build(name, stochastic_depth_prob=0.0) or build(name), []
     for recipe in EVERY if clean else ():
-        with suppress(LayerError, InjectionError):
-            try:
-                texts = [*equal.differences(hookdrop.plan(clean, recipe))]
-            except RuntimeError as error:
-                texts = [str(error)]
-            found += [f"{type(recipe).__name__}: {text}" for text in texts[:1]]
+        try:
+            texts = [*equal.differences(hookdrop.plan(clean, recipe))]
+        except (LayerError, InjectionError):
+            continue
+        except RuntimeError as error:
+            texts = [str(error)]
+        found += [f"{type(recipe).__name__}: {text}" for text in texts[:1]]
     return found
 
 

@@ -74,5 +74,5 @@ def outlook(study: Study, store: Store) -> str:
         f"smallest p after Holm's correction over {plural(arms, 'arm')} is {smallest:.2g}."
     )
     if smallest > LEVEL:
-        lines.append(f"No difference can be significant at 5 %: use --seeds {pairs_needed(arms)} or more.")
+        lines.append(f"No difference can be significant at 5 %: use `seeds: {pairs_needed(arms)}` or more.")
     return "\n".join(lines)

@@ -92,7 +92,7 @@ class TestSmallComparison:
         status, text = run("--config", tiny.config, "--out", tmp_path / "dry", "--workers", 3, "--dry-run")
         assert status == 0
         assert f"final runs: {FINALS} to train; 0 in the store" in text
-        assert "No difference can be significant at 5 %: use --seeds 7 or more." in text
+        assert "No difference can be significant at 5 %: use `seeds: 7` or more." in text
         assert not records(tmp_path / "dry")
 
     def test_after_an_interruption_only_missing_runs_are_trained(self, tiny: SimpleNamespace, copied: Path) -> None:
@@ -149,23 +149,9 @@ class TestInvalidRequests:
 
     def test_a_changed_comparison_is_rejected(self, tiny: SimpleNamespace, copied: Path) -> None:
         """Adding seeds after looking at the results changes the comparison."""
-        status, text = run("--config", tiny.config, "--out", copied, "--workers", 1, "--seeds", 3)
+        (more := copied / "more.yaml").write_text(TINY.replace("seeds: 2", "seeds: 3"))
+        status, text = run("--config", more, "--out", copied, "--workers", 1)
         assert (status, "seeds: stored 2, requested 3" in text) == (2, True)
-
-
-class TestFlags:
-    def test_define_a_comparison_without_a_file(self, tmp_path: Path) -> None:
-        words = (
-            f"--models resnet10t --data {tmp_path}/ --layers layer*.*.bn2 --epochs 2 --seeds 5 --batch-size 9 --arms"
-        )
-        asked = options.parse([*words.split(), "Dropout(p=0.1)", "dropblock_resnet(p=0.1)", "timm.DropPath(0.1)"], "")
-        config, text = options.config_of(asked)
-        assert [arm.name for arm in config.all_arms()] == ["Dropout", "dropblock_resnet", "timm.DropPath (equal p)"]
-        assert config.data[0].name == f"imagefolder:{tmp_path}"
-        assert (config.epochs, config.batch_size, config.seeds) == (2, 9, 5)
-        assert text.startswith("\n# overridden by flags: ")
-        config, _ = options.config_of(options.parse(["--data", f"{tmp_path}/", "--model", "resnet18"], ""))
-        assert [arm.name for arm in config.all_arms()] == ["dropblock_resnet", "stochastic_depth"]
 
 
 class TestReadme:
