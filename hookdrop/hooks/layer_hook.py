@@ -79,9 +79,10 @@ class LayerHook(SiteHook):
         others = [z for z in tensors(output) if fits(z) and not any(z is one.x for one in kept)]
         found = [one for one in kept if any(one.x.shape == z.shape for z in (y, *others))]
         if len(found) > 1:
+            names = some([one.name for one in found])
             raise InjectionError(
-                f"{self.where}: which argument does a skipped layer return? {some([one.name for one in found])} have the "
-                "shape of its output.\n  find it by running the model: inject(..., example_input=x)\n"
+                f"{self.where}: which argument does a skipped layer return? {names} have the shape of an output.\n"
+                "  find it by running the model: inject(..., example_input=x)\n"
                 f"  or name it: {self.regularizer.title}(..., argument={found[-1].name!r})"
             )
         if not kept and self.regularizer.argument is not None:
@@ -95,7 +96,8 @@ class LayerHook(SiteHook):
                 f"{self.where}: this call wrote to {chosen.name!r} in place, unlike the calls before it, so a skipped "
                 "layer cannot return it.\n  run the step again: from now on, the hook copies the argument first"
             )
-        return chosen.x if chosen.copy is None else chosen.copy
+        kept_input: Tensor = chosen.x if chosen.copy is None else chosen.copy
+        return kept_input
 
     def end_call(self, *_: Any) -> None:
         kept = self.kept.end()

@@ -162,7 +162,7 @@ UNSEEN = "the order of its rows cannot be seen"
 
 def why_no_batch(orders: Mapping[Site, bool | str], two: Trace, three: Trace) -> str:
     """Return why the axis along which the example grew does not have independent samples; empty if it does."""
-    shapes = {tuple(_shape(trace.calls[0], "output") for trace in (two, three))}
+    shapes = {tuple(next((x.shape for x in trace.outputs if x.fits), ()) for trace in (two, three))}
     if any(shape and shape == other for shape, other in shapes):
         return "the output of the model does not grow with it"
     for (name, at), order in orders.items():
