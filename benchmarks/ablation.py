@@ -7,8 +7,6 @@ By default, one model for each family of timm, torchvision and transformers; `--
 sweep.py says how to resume a run. It writes ablation.json and ablation.md.
 """
 
-from __future__ import annotations
-
 import copy
 import packages  # noqa: F401
 import sys

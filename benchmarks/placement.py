@@ -5,8 +5,6 @@ latter. A result is "equal" if names and rates match those of the library's own 
 at the end of a branch (ResNets), those of blocks. Every recipe has to treat equal blocks equally.
 """
 
-from __future__ import annotations
-
 import packages  # noqa: F401
 import re
 import sys

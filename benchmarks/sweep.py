@@ -5,8 +5,6 @@ of a journal. An interrupted run, started again with the same `--out`, skips wha
 other machines. A case that ends its process is recorded as crashed, and one that exceeds `--timeout` as not run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

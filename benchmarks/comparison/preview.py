@@ -1,7 +1,5 @@
 """What happens before the first run: check data, models and layers; count runs, and estimate power."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from comparison.analysis.inference import detectable, pairs_needed, smallest_p

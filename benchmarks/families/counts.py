@@ -4,8 +4,6 @@ The config and the lists know nothing of the recipes. A layer is a module in an 
 a number of layers in the config.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The layers of a model and forwards that call all of them, found without the recipes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

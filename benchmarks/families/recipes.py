@@ -1,7 +1,5 @@
 """The recipes to check: the settings to try, and what each of their sites has to mean."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@
 * Keys: each softmax inside attention drops the requested rate of its keys, and no other softmax drops anything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """What injecting and removing must keep, in any model: bit-exact comparisons around one training step."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections import Counter

@@ -3,8 +3,6 @@
 Blocks are equal if they are in one list, and have one class and parameters of the same names and shapes.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Summarize a comparison from its records, also if it is incomplete."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

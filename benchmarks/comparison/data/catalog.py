@@ -1,7 +1,5 @@
 """Load datasets by name, check them before training, and iterate over their batches."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 

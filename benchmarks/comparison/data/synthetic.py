@@ -20,8 +20,6 @@ classifies 71 to 88 % of the test images correctly, depending on the seed (97 to
 without it).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A dataset with its labels and splits."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

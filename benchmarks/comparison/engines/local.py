@@ -1,7 +1,5 @@
 """Train runs in a pool of local processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

@@ -1,7 +1,5 @@
 """The output folder of a comparison, with one file for each finished run; the name of the file is the run's key."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

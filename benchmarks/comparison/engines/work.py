@@ -1,7 +1,5 @@
 """Train the runs that are not in the store. Failures become records, so that the other runs continue."""
 
-from __future__ import annotations
-
 import gc
 import time
 import traceback

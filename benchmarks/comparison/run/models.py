@@ -1,10 +1,8 @@
 """Build timm models by name, with random or pretrained weights, and linear probes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
-from typing import Any
+from typing import Any, Self
 
 import timm
 import torch
@@ -81,7 +79,7 @@ class LinearProbe(nn.Module):
         self.model = model.requires_grad_(False)
         get_classifier().requires_grad_(True)
 
-    def train(self, mode: bool = True) -> LinearProbe:
+    def train(self, mode: bool = True) -> Self:
         """Keep eval mode, so that batch norm uses the statistics of the pretrained network."""
         return super().train(False)
 

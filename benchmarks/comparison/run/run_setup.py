@@ -1,7 +1,5 @@
 """Build the model with its hooks, the optimizer and the data of a run from its spec."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Train a run, and create its record."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping

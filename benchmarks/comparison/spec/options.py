@@ -1,7 +1,5 @@
 """The command line: a config file, and how to run it."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The specification of a training run: its hash is the run's key, its seed the root of independent random streams."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

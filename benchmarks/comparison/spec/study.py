@@ -1,7 +1,5 @@
 """The arms of a comparison and their runs: tuning trials, then pairs and controls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
