@@ -25,9 +25,8 @@ from comparison.analysis import text
 from comparison.analysis.schema import Summary
 from comparison.analysis.summary import Costs, summarize
 from comparison.analysis.verdict import verdict
-from comparison.engines import local
 from comparison.engines.store import Folder, StoreError, replace_file
-from comparison.engines.work import Runner
+from comparison.engines.work import Runner, train
 from comparison.report import page
 from comparison.report.table import WIDTH, progress, table
 from comparison.run.record import Record
@@ -60,21 +59,20 @@ def _compare(args: argparse.Namespace) -> int:
         print(f"{name}: {planned}\n")
     for note in dict.fromkeys(note for notes in found.remarks.values() for note in notes):
         print(f"Note: {note}")
-    with Folder(args.out) as folder:
-        if args.dry_run:
-            print(f"{preview.outlook(study, folder.store)}\nDry run: nothing was trained.")
-            return 0
-        folder.claim(config)
-        trainer = Runner(folder.store, partial(local.train, workers=args.workers), progress)
-        entries = study.entries(trainer.tune(study.searches()))
-        # Seed by seed, so that an interrupted comparison has complete pairs.
-        trainer.ensure([entry.runs[seed] for seed in entries[0].runs for entry in entries], "Final runs")
-        measured = _costs(entries, trainer.requested, config.timing)
-        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        info = {"title": config.title, "created": created, "command": args.command, "config": written}
-        info["seeds"] = config.seeds
-        summary = summarize(entries, trainer.requested, measured, found.remarks, **info)
-        return _report(summary, folder, time.perf_counter() - started)
+    folder = Folder(args.out)
+    if args.dry_run:
+        print(f"{preview.outlook(study, folder.store)}\nDry run: nothing was trained.")
+        return 0
+    folder.claim(config)
+    trainer = Runner(folder.store, partial(train, workers=args.workers), progress)
+    entries = study.entries(trainer.tune(study.searches()))
+    # Seed by seed, so that an interrupted comparison has complete pairs.
+    trainer.ensure([entry.runs[seed] for seed in entries[0].runs for entry in entries], "Final runs")
+    measured = _costs(entries, trainer.requested, config.timing)
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    info = {"title": config.title, "created": created, "command": args.command, "config": written}
+    summary = summarize(entries, trainer.requested, measured, found.remarks, seeds=config.seeds, **info)
+    return _report(summary, folder, time.perf_counter() - started)
 
 
 def _costs(entries: Sequence[Entry], records: Mapping[str, Record], seconds: float) -> Costs:

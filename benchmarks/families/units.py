@@ -23,6 +23,7 @@ from families.depth import randomized
 from families.inputs import BATCH
 from families.layers import MIXERS, Run, float_tensors, with_first
 from hookdrop import HeadDropout, NEFTune, TokenDropout, recipes
+from models import equal
 from models.check import require
 from models.footprint import tensors
 
@@ -143,7 +144,8 @@ def _around(name: str, cores: list[tuple[str, ...]]) -> list[int]:
 
 @torch.no_grad()
 def check_keys(run: Run, plan: hookdrop.Plan) -> None:
-    """Check that each softmax inside attention drops its keys once, and that no other softmax drops anything."""
+    """Check that each softmax inside attention drops its keys once, unless a warning names it, and no other softmax."""
+    warned = equal.named(plan.warnings)
     kinds = {name: type(module).__name__ for name, module in run.module.named_modules()}
     with hookdrop.inject(run.module, recipes.drop_key(p=KEYS), p_scale="equal", example_input=run.inputs) as drop:
         plain, dropped = _scores(run, drop, ALMOST_0), _scores(run, drop, KEYS)
@@ -153,7 +155,7 @@ def check_keys(run: Run, plan: hookdrop.Plan) -> None:
         rate, elements = float((many & ~after).sum() / max(int(many.sum()), 1)), max(int(many.sum()), 1)
         if not any(MIXERS.search(kinds[name]) for name in running):
             require(torch.equal(before, after), f"{running[-1]}, which is no attention, drops {rate:.3f} of its scores")
-        elif many.any():
+        elif many.any() and (rate or not any(equal.is_named(name, running[-1:]) for name in warned)):
             near = abs(rate - KEYS) < 5 * (KEYS / elements) ** 0.5
             require(near, f"{running[-1]} drops {rate:.3f} of its keys, {KEYS} is requested")
 

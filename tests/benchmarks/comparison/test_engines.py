@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comparison.engines import local, work
-from comparison.engines.store import Folder, Store, StoreError
+from comparison.engines import work
+from comparison.engines.store import Store, StoreError
 from comparison.engines.work import Runner, guarded
 from comparison.report.table import progress
 from comparison.run.record import Failure, Record
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Store:
 
 def train(runs: list[Run], store: Store, workers: int = 1) -> dict[str, Record]:
     """Train with the local engine until nothing is missing, as the comparison does."""
-    trainer = Runner(store, partial(local.train, workers=workers), lambda *_: lambda _: None)
+    trainer = Runner(store, partial(work.train, workers=workers), lambda *_: lambda _: None)
     return dict(trainer.ensure(runs, ""))
 
 
@@ -74,18 +74,6 @@ class TestStore:
         (store.path / "a.npz").write_bytes(b"PK\x03\x04 cut off")
         with pytest.raises(StoreError, match=r"cannot read .*a\.npz.*\n  delete the file"):
             store.records()
-
-    def test_a_folder_in_use_is_rejected_until_its_process_ends(self, tmp_path: Path) -> None:
-        code = f"from pathlib import Path; from comparison.engines.store import Folder\nwith Folder(Path({str(tmp_path)!r})): print('held', flush=True); input()"
-        holder = subprocess.Popen([sys.executable, "-c", code], env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert holder.stdout
-        assert holder.stdout.readline()
-        with pytest.raises(StoreError, match="in use by another comparison"):
-            Folder(tmp_path)
-        holder.kill()
-        holder.communicate()
-        with Folder(tmp_path):
-            pass
 
 
 class TestFailures:
