@@ -54,6 +54,7 @@ RULES: dict[str, Callable[..., Any]] = {
     f"{CONVS}._is_pointwise": lambda _: False,
     f"{HEADS}._are_weights": lambda *_: True,
     f"{HEADS}._has_weight": lambda _: False,
+    f"{HEADS}._weighs_positions": lambda *_: True,
     "hookdrop.recipes.branches._apart": lambda *_: [],
     "hookdrop.recipes.branches._like": lambda model, survey, names: [*names],
 }

@@ -16,14 +16,14 @@ import hookdrop
 
 def differences(plan: hookdrop.Plan) -> Iterator[str]:
     """Yield sites inside others, and blocks that differ from most of their equals, unless a warning names them."""
-    assert plan.survey is not None
+    calls: Mapping[str, Any] = plan.survey.layers if plan.survey else {}  # neftune may need no forward
     sites = [site.name for site in plan.sites if site.at != "skip"]
     for site in (site for site in sites if any(one != site and is_in(one, site) for one in sites)):
         yield f"the site {site!r} contains another"
     layers = [site.name for site in plan.sites if isinstance(site.regularizer, hookdrop.LayerDrop)]
-    for blocks in _equal_blocks(plan.root, plan.survey.layers):
+    for blocks in _equal_blocks(plan.root, calls):
         around = [name for name in layers if name != blocks[0] and is_in(blocks[0], name)]
-        if around and _in_a_row(blocks, plan.survey.layers):
+        if around and _in_a_row(blocks, calls):
             yield f"the site {around[0]!r} contains {len(blocks)} layers in a row, such as {blocks[0]}"
         found = {block: tuple(site.removeprefix(block) for site in sites if is_in(site, block)) for block in blocks}
         usual = Counter(found.values()).most_common(1)[0][0]
