@@ -23,7 +23,7 @@ def differences(plan: hookdrop.Plan) -> Iterator[str]:
     layers = [site.name for site in plan.sites if isinstance(site.regularizer, hookdrop.LayerDrop)]
     for blocks in _equal_blocks(plan.root, calls):
         around = [name for name in layers if name != blocks[0] and is_in(blocks[0], name)]
-        if around and _in_a_row(blocks, calls):
+        if around and _are_layers(blocks, plan.survey):
             yield f"the site {around[0]!r} contains {len(blocks)} layers in a row, such as {blocks[0]}"
         found = {block: tuple(site.removeprefix(block) for site in sites if is_in(site, block)) for block in blocks}
         usual = Counter(found.values()).most_common(1)[0][0]
@@ -48,10 +48,13 @@ def _equal_blocks(model: nn.Module, called: Collection[str]) -> Iterator[list[st
         yield from (blocks for blocks in kinds.values() if len(blocks) > 1)
 
 
-def _in_a_row(blocks: Sequence[str], calls: Mapping[str, Sequence[Any]]) -> bool:
-    """Whether each block gets what the one before returns."""
-    of = [calls[block][0] for block in blocks if block in calls]
-    return len(of) > 1 and all({*before.outputs} & {*after.inputs} for before, after in pairwise(of))
+def _are_layers(blocks: Sequence[str], survey: Any) -> bool:
+    """Whether each block gets what the one before returns, and adds something to it."""
+    calls = [survey.layers[block][0] for block in blocks if block in survey.layers]
+    sums = [op for op in survey.trace.ops if op.name == "add"]
+    in_a_row = all({*before.outputs} & {*after.inputs} for before, after in pairwise(calls))
+    add = (any(one.start < op.index < one.end and {*op.inputs} & {*one.inputs} for op in sums) for one in calls)
+    return len(calls) > 1 and in_a_row and all(add)
 
 
 def is_in(name: str, block: str) -> bool:
