@@ -110,12 +110,12 @@ def difference(clean: nn.Module, got: Rates, expected: Rates) -> str:
     """Describe the first difference from the library's own sites; return "" if there is none."""
     if not set(expected) <= {name for name, _ in clean.named_modules(remove_duplicate=False)}:
         got, expected = ({site.rpartition(".")[0]: rates for site, rates in one.items()} for one in (got, expected))
-    for extra, what in ((set(got) - set(expected), "not in timm"), (set(expected) - set(got), "only in timm")):
+    for extra, where in ((set(got) - set(expected), "not"), (set(expected) - set(got), "only")):
         if extra:
-            return f"{len(extra)} of {len(got)} sites are {what}: {min(extra)}"
+            return f"{len(extra)} of {len(got)} sites are {where} in the library: {min(extra)}"
     for site in sorted(expected):
         if abs(got[site] - expected[site]) > TOLERANCE:
-            return f"the rate of {site} is {got[site]}, timm's {expected[site]}"
+            return f"the rate of {site} is {got[site]}, the library's {expected[site]}"
     return ""
 
 

@@ -26,7 +26,7 @@ def build(model: Model, classes: int, channels: int, arguments: Mapping[str, Any
         )
     settings = {"num_classes": classes, "in_chans": channels, "pretrained": model.pretrained is True}
     try:
-        built = timm.create_model(name, **settings | model.kwargs | {**(arguments or {})})
+        built: nn.Module = timm.create_model(name, **settings | model.kwargs | {**(arguments or {})})
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, AssertionError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"cannot build the model {model.name!r} with {dict(model.kwargs)}: {reason}") from None
