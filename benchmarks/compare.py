@@ -3,8 +3,6 @@
 It can be interrupted at any time. The same command resumes it and trains only the missing runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import packages  # noqa: F401
@@ -27,9 +25,8 @@ from comparison.analysis import text
 from comparison.analysis.schema import Summary
 from comparison.analysis.summary import Costs, summarize
 from comparison.analysis.verdict import verdict
-from comparison.engines import local, ray
 from comparison.engines.store import Folder, StoreError, replace_file
-from comparison.engines.work import EngineError, Runner
+from comparison.engines.work import Runner, train
 from comparison.report import page
 from comparison.report.table import WIDTH, progress, table
 from comparison.run.record import Record
@@ -45,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             page.write(Summary.model_validate_json(args.report.read_text()), args.report.with_name("report.html"))
             return 0
         return _compare(args)
-    except (ConfigError, StoreError, EngineError) as error:
+    except (ConfigError, StoreError) as error:
         print(f"compare.py: {error}")
         return 2
     except KeyboardInterrupt:
@@ -55,40 +52,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     started = time.perf_counter()
-    config, written = options.config_of(args)
-    study = Study(config, args.only)
+    config, written = options.config_of(args.config)
+    study = Study(config)
     found = preview.check_study(study)
     for name, planned in found.plans.items():
         print(f"{name}: {planned}\n")
     for note in dict.fromkeys(note for notes in found.remarks.values() for note in notes):
         print(f"Note: {note}")
-    with Folder(args.out) as folder:
-        if args.dry_run:
-            print(f"{preview.outlook(study, folder.store, args.workers)}\nDry run: nothing was trained.")
-            return 0
-        folder.claim(config)
-        address = {"address": args.address} if args.engine == "ray" else {}
-        engine = partial(ray.train if args.engine == "ray" else local.train, workers=args.workers, **address)
-        trainer = Runner(folder.store, engine, progress)
-        entries = study.entries(trainer.tune(study.searches()))
-        # Seed by seed, so that an interrupted comparison has complete pairs.
-        trainer.ensure([entry.runs[seed] for seed in entries[0].runs for entry in entries], "Final runs")
-        measured = _costs(entries, trainer.requested, config.timing)
-        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        info = {"title": config.title, "created": created, "command": args.command, "config": written}
-        info |= {"seeds": config.seeds, "notes": _partial_note(study)}
-        summary = summarize(entries, trainer.requested, measured, found.remarks, **info)
-        return _report(summary, folder, time.perf_counter() - started)
-
-
-def _partial_note(study: Study) -> list[str]:
-    """A note for the report if `--only` excludes arms."""
-    excluded = [arm.name for arm in study.config.all_arms() if study.only and arm.name not in study.only]
-    note = (
-        f"This is a partial comparison without {text.join(excluded)}. Holm's correction covers only the arms shown. "
-        "Use the complete comparison, which corrects for all arms, to choose between them."
-    )
-    return [note] if excluded else []
+    folder = Folder(args.out)
+    if args.dry_run:
+        print(f"{preview.outlook(study, folder.store)}\nDry run: nothing was trained.")
+        return 0
+    folder.claim(config)
+    trainer = Runner(folder.store, partial(train, workers=args.workers), progress)
+    entries = study.entries(trainer.tune(study.searches()))
+    # Seed by seed, so that an interrupted comparison has complete pairs.
+    trainer.ensure([entry.runs[seed] for seed in entries[0].runs for entry in entries], "Final runs")
+    measured = _costs(entries, trainer.requested, config.timing)
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    info = {"title": config.title, "created": created, "command": args.command, "config": written}
+    summary = summarize(entries, trainer.requested, measured, found.remarks, seeds=config.seeds, **info)
+    return _report(summary, folder, time.perf_counter() - started)
 
 
 def _costs(entries: Sequence[Entry], records: Mapping[str, Record], seconds: float) -> Costs:
@@ -109,8 +93,6 @@ def _costs(entries: Sequence[Entry], records: Mapping[str, Record], seconds: flo
 
 def _report(summary: Summary, folder: Folder, seconds: float) -> int:
     """Print the results, write the report, and return the exit status."""
-    for note in summary.notes:
-        print(f"Note: {note}")
     # Wide enough in a pipe that no row of a table is wrapped.
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     for cell in summary.cells:
@@ -119,12 +101,9 @@ def _report(summary: Summary, folder: Folder, seconds: float) -> int:
         print(*text.sentences(cell, "cautions"), verdict(cell), *limits, "", sep="\n")
     for failure in summary.failures:
         print(f"FAILED: {failure.cell}, {failure.arm}, seed {failure.seed}: {failure.kind}: {failure.message}")
-    # A partial comparison must not overwrite the complete report.
-    suffix = "-only" if summary.notes else ""
-    html, numbers = (path.with_stem(path.stem + suffix) for path in (folder.report, folder.summary))
-    replace_file(numbers, summary.model_dump_json(indent=1).encode())
-    page.write(summary, html)
-    print(f"Total time: {seconds:.0f} s\nAll numbers: {numbers}\nReport: {html.resolve()}")
+    replace_file(folder.summary, summary.model_dump_json(indent=1).encode())
+    page.write(summary, folder.report)
+    print(f"Total time: {seconds:.0f} s\nAll numbers: {folder.summary}\nReport: {folder.report.resolve()}")
     return 1 if summary.failures or not all(cell.controls.hold for cell in summary.cells) else 0
 
 

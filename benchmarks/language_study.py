@@ -3,8 +3,6 @@
 It can be interrupted at any time. The same command resumes it and trains only the missing runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

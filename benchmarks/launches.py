@@ -5,8 +5,6 @@ hookdrop's count as many as they launch, which tests/unit/kernels/test_triton_dr
 all tensors that an operation reads and writes.
 """
 
-from __future__ import annotations
-
 import packages  # noqa: F401
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ is no difference. The results are medians with 95 % bootstrap intervals. Ratios 
 on the machine. Run nothing else at the same time; the script warns if other processes often preempt the jobs.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc

@@ -3,8 +3,6 @@
 All get the same p and block size. Not all of them drop the fraction p; `dropped_fraction` measures what each drops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

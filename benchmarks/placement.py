@@ -1,11 +1,9 @@
-"""Compare stochastic_depth's sites with timm's own, for every timm architecture: `python benchmarks/placement.py`.
+"""Compare stochastic_depth's sites with those of timm and torchvision: `python benchmarks/placement.py`.
 
-Build each on the meta device with timm's `drop_path_rate` and without; plan the recipe on the latter. A result is
-"equal" if names and rates match those of timm's own modules, or, if the model has no module at the end of a branch
-(ResNets), those of blocks.
+Build each architecture on the meta device with the library's own stochastic depth and without; plan the recipe on the
+latter. A result is "equal" if names and rates match those of the library's own modules, or, if the model has no module
+at the end of a branch (ResNets), those of blocks. Every recipe has to treat equal blocks equally.
 """
-
-from __future__ import annotations
 
 import packages  # noqa: F401
 import re
@@ -16,13 +14,14 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers.drop import DropPath
+import torchvision
 from torch import nn
 
 import hookdrop
 import sweep
-from hookdrop import InjectionError, LayerError
+from hookdrop import InjectionError, LayerError, recipes
 from hookdrop.recipes import stochastic_depth
+from models import equal
 from sweep import Sweep
 
 P, TOLERANCE = 0.1, 1e-6
@@ -34,35 +33,40 @@ SCALES: dict[str, Any] = {
 }
 
 STATUSES = {"equal": "passed", "unused": "no layers", "untaken": "no layers", "refused": "refused"}
-
+EVERY = (
+    *(make(p=P) for make in (recipes.layer_drop, recipes.residual_dropout, recipes.head_dropout, recipes.drop_key)),
+    *(stochastic_depth(p=P), recipes.dropblock_resnet(p=P, block_size=3)),
+)
 Rates = dict[str, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare the architectures, and write placement.json and placement.md."""
     options = sweep.parser(__doc__, out="runs/placement", memory=8.0).parse_args(argv)
-    about = Sweep("placement", "The sites of stochastic_depth and timm's", "python benchmarks/placement.py")
-    return sweep.main(options, about, timm.list_models(), compare)
+    about = Sweep("placement", "The sites of stochastic_depth and the libraries'", "python benchmarks/placement.py")
+    names = [f"torchvision:{name}" for name in torchvision.models.list_models(torchvision.models)]
+    return sweep.main(options, about, [*timm.list_models(), *names], compare)
 
 
 def compare(name: str, options: object = None) -> dict[str, Any]:
     """Return the record of one architecture."""
-    found = depth(name)
-    status = STATUSES.get(re.split("[,:]", found)[0], "differs")
-    error = {"error": found} if status in ("refused", "differs") else {}
+    found, others = depth(name), unequal(name)
+    status = "differs" if others else STATUSES.get(re.split("[,:]", found)[0], "differs")
+    error = {"error": "; ".join([found, *others])} if status in ("refused", "differs") else {}
     return {"stochastic_depth": found, "status": status, **error}
 
 
 def depth(name: str) -> str:
     """Compare stochastic depth in one architecture."""
-    native = build(name, drop_path_rate=P)
-    clean = build(name, drop_path_rate=0.0)
+    rate = "stochastic_depth_prob" if ":" in name else "drop_path_rate"
+    native, clean = build(name, **{rate: P}), build(name, **{rate: 0.0})
     if native is None or clean is None:
         return "untaken"
     # Including branches with rate 0, where timm has an Identity.
-    branch_ends = {site for site in called_modules(native) if re.search(r"drop_path\d*$", site)}
+    branch_ends = {site for site in called_modules(native) if re.search(r"(drop_path\d*|stochastic_depth)$", site)}
     modules = {site: native.get_submodule(site) for site in branch_ends}
-    expected = {site: one.drop_prob for site, one in modules.items() if isinstance(one, DropPath) and one.drop_prob}
+    rates = {site: getattr(one, "drop_prob", getattr(one, "p", 0.0)) for site, one in modules.items()}
+    expected = {site: rate for site, rate in rates.items() if rate}
     if not expected:
         return "unused"
     mismatches = []
@@ -83,20 +87,35 @@ def depth(name: str) -> str:
 def build(name: str, **keywords: float) -> nn.Module | None:
     """Build the architecture on the meta device; return None if it rejects these keywords."""
     with suppress(Exception), torch.device("meta"):
-        return timm.create_model(name, **keywords)
+        library, _, bare = name.rpartition(":")
+        return torchvision.models.get_model(bare, **keywords) if library else timm.create_model(name, **keywords)
     return None
 
 
+def unequal(name: str) -> list[str]:
+    """Return what differs between equal blocks of an architecture, the first difference or error of each recipe."""
+    clean, found = build(name, stochastic_depth_prob=0.0) or build(name), []
+    for recipe in EVERY if clean else ():
+        try:
+            texts = [*equal.differences(hookdrop.plan(clean, recipe))]
+        except (LayerError, InjectionError):
+            continue
+        except RuntimeError as error:
+            texts = [str(error)]
+        found += [f"{type(recipe).__name__}: {text}" for text in texts[:1]]
+    return found
+
+
 def difference(clean: nn.Module, got: Rates, expected: Rates) -> str:
-    """Describe the first difference; return "" if there is none."""
+    """Describe the first difference from the library's own sites; return "" if there is none."""
     if not set(expected) <= {name for name, _ in clean.named_modules(remove_duplicate=False)}:
         got, expected = ({site.rpartition(".")[0]: rates for site, rates in one.items()} for one in (got, expected))
-    for extra, what in ((set(got) - set(expected), "not in timm"), (set(expected) - set(got), "only in timm")):
+    for extra, where in ((set(got) - set(expected), "not"), (set(expected) - set(got), "only")):
         if extra:
-            return f"{len(extra)} of {len(got)} sites are {what}: {min(extra)}"
+            return f"{len(extra)} of {len(got)} sites are {where} in the library: {min(extra)}"
     for site in sorted(expected):
         if abs(got[site] - expected[site]) > TOLERANCE:
-            return f"the rate of {site} is {got[site]}, timm's {expected[site]}"
+            return f"the rate of {site} is {got[site]}, the library's {expected[site]}"
     return ""
 
 
@@ -107,7 +126,7 @@ def called_modules(model: nn.Module) -> set[str]:
         module.register_forward_pre_hook(lambda module, args, name=name: called.add(name))
     try:
         with torch.no_grad(), torch.device("meta"):
-            model.eval()(torch.empty(2, *model.default_cfg["input_size"]))
+            model.eval()(torch.empty(2, *getattr(model, "default_cfg", {}).get("input_size", (3, 224, 224))))
     except Exception:
         return {name for name, _ in model.named_modules()}
     return called

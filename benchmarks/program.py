@@ -1,7 +1,5 @@
 """What the programs share: the machine, tables, options, parts that run one after another, and results."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

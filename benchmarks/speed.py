@@ -11,8 +11,6 @@ Run nothing else at the same time: PyTorch's threads synchronize, so one preempt
 milliseconds. The script warns if more than 20 % of the turns were preempted.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import packages  # noqa: F401

@@ -5,8 +5,6 @@ of a journal. An interrupted run, started again with the same `--out`, skips wha
 other machines. A case that ends its process is recorded as crashed, and one that exceeds `--timeout` as not run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing
@@ -38,7 +36,7 @@ STATUSES = {
     "batch": 'all checks passed with `mode="batch"`; the default skips layers with a warning, or raises an error',
     "partial": "the sites are right; the recipe warns that it skips other layers",
     "meta": "too large for the memory limit: checked on the meta device only, without values",
-    "differs": "the library's own sites or rates are others",
+    "differs": "the library's own sites or rates, or an independent count, are others; no warning says so",
     "refused": "the recipe raises an error",
     "failed": "a check failed",
     "crashed": "the process ended",
@@ -65,6 +63,7 @@ class Sweep:
     command: str
     about: str = ""
     recipe: str = ""
+    rules: tuple[str, ...] = ()
 
 
 def parser(
@@ -171,8 +170,14 @@ def collect(path: Path, sweep: Sweep, names: Sequence[str]) -> dict[str, Any]:
         "versions": {"python": machine["python"], **machine["versions"]},
         "kernel": machine["kernel"],
         "totals": totals(found),
+        **({"rules": {rule: _needing(rule, found) for rule in sweep.rules}} if sweep.rules else {}),
         "models": found,
     }
+
+
+def _needing(rule: str, found: Sequence[Record]) -> list[str]:
+    """Return the families in which a rule changes something."""
+    return sorted({one["family"] for one in found if rule in one.get("rules", ())})
 
 
 def totals(found: Sequence[Record]) -> dict[str, int]:
@@ -216,7 +221,7 @@ def markdown(sweep: Sweep, results: dict[str, Any]) -> str:
     sites = sum((Counter(one["sites"]) for one in found if isinstance(one.get("sites"), dict)), Counter[str]())
     trained = [one for one in found if "dropped" in one]
     elements = sum(one["elements"] for one in trained)
-    shown, families = _families([one for one in found if "family" in one])
+    shown, families = _families([one for one in found if "family" in one and "rules" not in results])
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True)
     text = environment.get_template("sweep.md.j2").render(
         hardware=results["hardware"],
@@ -226,6 +231,7 @@ def markdown(sweep: Sweep, results: dict[str, Any]) -> str:
         sweep=sweep,
         summary=summary(results),
         sites=sites,
+        rules=results.get("rules", {}),
         trained=len(trained),
         elements=elements,
         not_finite=sum(record.get("finite") is False for record in found),

@@ -4,15 +4,13 @@ Absolute times on a busy machine are unreliable; the ratio of two calls within t
 run in rounds, each in a new random order, and ratios are those within a round. Results are their median and quartiles.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import random
 import resource
 import timeit
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
@@ -43,7 +41,7 @@ class Quartiles(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float] | pd.Series) -> Quartiles:
+    def of(cls, values: Sequence[float] | pd.Series) -> Self:
         """Compute the quartiles of at least one value."""
         return cls(*(float(value) for value in np.quantile(values, (0.25, 0.5, 0.75))))
 

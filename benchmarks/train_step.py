@@ -7,8 +7,6 @@
 Times are divided by those of the model without dropping in the same round; see timing.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import packages  # noqa: F401
 import sys

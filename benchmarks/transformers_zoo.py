@@ -7,8 +7,6 @@ site means, such as the end of a residual branch. Nothing is downloaded.
 A run takes 10 minutes on two cores with `--workers 2`; sweep.py says how to resume it. Results: RECIPE.json, RECIPE.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import packages  # noqa: F401

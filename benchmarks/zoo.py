@@ -9,8 +9,6 @@ With `--recipe NAME`, the sites are those of a DropBlock recipe. Models that it 
 With `--workers 2`, a full run takes two hours; sweep.py says how to resume it. It writes zoo.json and zoo.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import packages  # noqa: F401

@@ -1,7 +1,5 @@
 """Time and memory of a training step with each arm, relative to the baseline without a regularizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -1,33 +1,22 @@
-"""What happens before the first run: check data, models and layers; estimate runs, duration and power."""
+"""What happens before the first run: check data, models and layers; count runs, and estimate power."""
 
-from __future__ import annotations
-
-import statistics
 from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 from comparison.analysis.inference import detectable, pairs_needed, smallest_p
 from comparison.analysis.schema import LEVEL
 from comparison.analysis.text import plural
 from comparison.data.catalog import check
 from comparison.engines.store import Store
-from comparison.run.run_setup import at_final_rate, prepare, steps_of
+from comparison.run.run_setup import at_final_rate, prepare
 from comparison.run.training import batch_of, step
 from comparison.spec.config import NONE
-from comparison.spec.run_spec import ConfigError, Run
+from comparison.spec.run_spec import ConfigError
 from comparison.spec.study import Study
-from timing import time_call
-
-TIMED_STEPS = 3
-START_SECONDS = 8.0
-"""Start-up time of a worker (imports), in seconds, as measured on two cores."""
 
 
 @dataclass
 class Findings:
-    """Notes on the data by cell, such as the number of skipped images, and the plan of each arm in the first cell."""
+    """Notes on the data by cell, such as that all seeds share their images, and the plans of the arms in the first."""
 
     remarks: dict[str, list[str]]
     plans: dict[str, str]
@@ -67,26 +56,14 @@ def _text(where: str, error: Exception) -> str:
     return text.removesuffix("\nNo hook was placed; the model is unchanged.")
 
 
-def outlook(study: Study, store: Store, workers: int) -> str:
-    """How many runs are missing, how long they take, and which differences this number of pairs can show.
-
-    Tuning and final runs start workers, and last as long as their longest run or longer.
-    """
-    known, measured, lines = store.records(), dict[str, float](), list[str]()
+def outlook(study: Study, store: Store) -> str:
+    """How many runs are missing, and which differences this number of pairs can show."""
+    known, lines = store.records(), list[str]()
     tuning = [run for search in study.searches().values() for run in search.runs()]
     finals = [run for entry in study.entries({}) for run in entry.runs.values()]
-    minutes = study.config.timing / 60
-    for title, runs in (("tuning runs", tuning), ("final runs", finals)):
-        wanted = {run.key: run for run in runs}
-        missing = [run for key, run in wanted.items() if key not in known]
-        for run in missing:
-            if run.cell not in measured:
-                measured[run.cell] = estimate_seconds(run.model_copy(update={"arm": NONE}))
-        seconds = [measured[run.cell] for run in missing]
-        minutes += (START_SECONDS + max(*seconds, sum(seconds) / workers, 0.0)) / 60 if seconds else 0.0
-        each = f", {statistics.fmean(seconds):.1f} s each" if seconds else ""
-        lines += [f"{title}: {len(missing)} to train{each}; {len(wanted) - len(missing)} in the store"] if runs else []
-    lines.append(f"About {minutes:.0f} minutes with {plural(workers, 'worker')}.")
+    for title, wanted in (("tuning runs", {run.key for run in tuning}), ("final runs", {run.key for run in finals})):
+        stored = len(wanted & known.keys())
+        lines += [f"{title}: {len(wanted) - stored} to train; {stored} in the store"] if wanted else []
     pairs, arms = study.config.seeds, sum(arm.kind not in ("none", "probe") for arm in study.arms)
     smallest = min(1.0, arms * smallest_p(pairs))
     lines.append(
@@ -95,18 +72,5 @@ def outlook(study: Study, store: Store, workers: int) -> str:
         f"smallest p after Holm's correction over {plural(arms, 'arm')} is {smallest:.2g}."
     )
     if smallest > LEVEL:
-        lines.append(f"No difference can be significant at 5 %: use --seeds {pairs_needed(arms)} or more.")
+        lines.append(f"No difference can be significant at 5 %: use `seeds: {pairs_needed(arms)}` or more.")
     return "\n".join(lines)
-
-
-def estimate_seconds(run: Run) -> float:
-    """Extrapolate the duration of a run from a few steps and one validation."""
-    torch.set_num_threads(1)
-    setup, device = prepare(run), torch.device(run.device).type
-    setup.forward.train()
-    job = partial(step, setup, *batch_of(setup))
-    job()
-    each_step, some = time_call(job, TIMED_STEPS, device)[0], setup.split.validation[:256]
-    each_image = time_call(partial(setup.logits, some), 1, device)[0] / len(some)
-    steps = min(run.max_steps or 10**12, steps_of(run, len(setup.split.train)))
-    return each_step * steps + each_image * len(setup.split.test)

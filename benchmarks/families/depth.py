@@ -6,8 +6,6 @@ has to change by a tensor and by twice that tensor, so no norm or activation fol
 weights are random, so that no branch is zero because of its initialization.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Inputs for the models of transformers, from the signature of their `forward` and from their config."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import islice, product

@@ -1,7 +1,5 @@
 """The layers of a model and forwards that call all of them, found without the recipes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from families.inputs import Inputs, attempts
 from models.check import first_line
 from models.footprint import tensors
 
-_MIXERS = re.compile("attention|attn|mla$|mixer|mamba|ssm|recurrent|rwkv|deltanet|retention|fourier", re.IGNORECASE)
+MIXERS = re.compile("attention|attn|mla$|mixer|mamba|ssm|recurrent|rwkv|deltanet|retention|fourier", re.IGNORECASE)
 _LISTS = (nn.ModuleList, nn.Sequential)
 
 Layers = list[tuple[str, nn.Module]]
@@ -69,7 +67,7 @@ def is_layer(module: nn.Module) -> bool:
 def attentions(model: nn.Module) -> set[str]:
     """Return the class names of the modules that mix tokens."""
     classes = {type(part).__name__ for part in model.modules() if part is not model}
-    return {name for name in classes if _MIXERS.search(name)}
+    return {name for name in classes if MIXERS.search(name)}
 
 
 def find_runs(model: PreTrainedModel) -> tuple[list[Run], list[str], str]:

@@ -4,8 +4,6 @@ In eval mode inside `own.sampling()`, samples differ, and with all rates at 0 th
 bit. Afterwards the flags, hooks and attributes are those from before.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

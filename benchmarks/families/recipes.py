@@ -1,8 +1,5 @@
 """The recipes to check: the settings to try, and what each of their sites has to mean."""
 
-from __future__ import annotations
-
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +7,14 @@ from typing import Any
 from torch import nn
 
 import hookdrop
+from families.counts import differences
 from families.depth import check_sites
 from families.layers import Run, float_tensors, stacks
 from families.own_dropout import check_own_dropout
-from families.units import check_heads, check_layers, check_patches, check_tokens
+from families.units import KEYS, check_heads, check_keys, check_layers, check_patches, check_tokens
 from hookdrop import InjectionError, LayerError, recipes
 from hookdrop.recipes import Recipe
+from models import equal
 from models.check import Behavior, require
 
 Record = dict[str, Any]
@@ -49,9 +48,11 @@ def run_case(case: Case | Check, model: nn.Module, runs: Sequence[Run]) -> Recor
         record = {"status": status, "sites": sum(len(plan.sites) for _, plan in planned), **case.check(model, planned)}
         if refused:
             record["error"] = refused[0][:250]
+        if others := differences(type(recipe).__name__, model, planned):
+            record |= {"error": "; ".join(others[:3])[:400], "differs": len(others)}
         if "error" not in record:
             return record
-        tried.append(record | {"status": "partial"})
+        tried.append(record | {"status": "differs" if others else "partial"})
     return tried[0]
 
 
@@ -81,27 +82,25 @@ def check_depth(model: nn.Module, planned: Planned) -> Record:
         assert facts is not None
         # These sites draw a mask for each row of the first axis.
         drops: list[tuple[str, Any]] = [(f"{prefix}{one.name}", one.regularizer) for one in plan.sites]
-        rows += [name for name, drop in drops if drop.mode == "row" and drop.samples is None]
+        rows += [name for name, drop in drops if getattr(drop, "mode", "") == "row" and drop.samples is None]
         inner |= {f"{prefix}{name}" for name, reason in facts.skippable.items() if reason}
-        warnings += [f"{prefix}{one}" for text in plan.warnings for one in re.findall(r"'([\w.]+)'", text)]
+        warnings += [f"{prefix}{one}" for one in equal.named(plan.warnings)]
         sites = {site.name for site in plan.sites}
         for branch in facts.branches:
             if branch.end in sites:
                 blocks.setdefault(f"{prefix}{branch.layer}", []).append(f"{prefix}{branch.end}")
     problems = check_sites(model, [run for run, _ in planned], blocks, rows, inner)
-    silent = {name: problem for name, problem in problems.items() if not _is_warned(name, warnings, name in blocks)}
+    silent = {
+        name: problem
+        for name, problem in problems.items()
+        if name not in warnings and (name in blocks or not equal.is_named(name, warnings))
+    }
     require(not silent, "; ".join(f"{name}: {problem}" for name, problem in [*silent.items()][:2]))
     record: Record = {"layers": sum(len(layers) for _, layers in stacks(model))}
     if problems:
         classes = sorted({problem.split()[0] for problem in problems.values()})
         record["error"] = f"not recognized, with a warning: {', '.join(classes)}"
     return record
-
-
-def _is_warned(name: str, warned: Sequence[str], exact: bool) -> bool:
-    """Whether a warning names the layer, or unless `exact` one like it: a warning names only the first of many."""
-    like = re.sub(r"\d+", "#", f"{name}.")
-    return name in warned if exact else any(re.sub(r"\d+", "#", f"{one}.").startswith(like) for one in warned)
 
 
 def _in_each(check: Callable[[Run, Any], None]) -> Callable[[nn.Module, Planned], Record]:
@@ -123,6 +122,8 @@ CASES: dict[str, Case | Check] = {
     ),
     "head_dropout": Case({"passed": recipes.head_dropout(p=0.5)}, _in_each(check_heads)),
     "layer_drop": Case({"passed": recipes.layer_drop(p=0.5)}, _in_each(check_layers)),
+    "drop_key": Case({"passed": recipes.drop_key(p=KEYS)}, _in_each(check_keys)),
+    "residual_dropout": Case({"passed": recipes.residual_dropout(p=0.2)}, check_depth),
     "patch_dropout": Case({"passed": recipes.patch_dropout(p=0.5)}, _in_each(check_patches)),
     "set_dropout": check_own_dropout,
     "neftune": Case({"passed": recipes.neftune(alpha=5.0)}, _in_each(check_tokens)),

@@ -4,8 +4,6 @@ A family is a `model_type` with a base model (`AutoModel`). Its default config i
 attributes, its sub-configs too: sizes.yaml.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import fields

@@ -6,12 +6,11 @@
 * A layer: dropped, it returns its input.
 * Patches: with half of them, in any order, the model computes the same.
 * Tokens: equal tokens have equal embeddings, wherever they are.
+* Keys: each softmax inside attention drops the requested rate of its keys, and no other softmax drops anything.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,11 +21,14 @@ from torch.overrides import TorchFunctionMode
 import hookdrop
 from families.depth import randomized
 from families.inputs import BATCH
-from families.layers import Run, float_tensors, with_first
+from families.layers import MIXERS, Run, float_tensors, with_first
 from hookdrop import HeadDropout, NEFTune, TokenDropout, recipes
+from models import equal
 from models.check import require
 from models.footprint import tensors
 
+ALMOST_0, KEYS = 1e-12, 0.3
+"""Rates of keys; `sampling` refuses 0."""
 ALMOST_1 = 1 - 1e-9
 """LayerDrop has to keep a layer sometimes."""
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm", "einsum")
@@ -119,22 +121,13 @@ def _inputs_of(
 ) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
     """Return the first input of each layer, and the modules that run around each product of attention."""
     found: dict[str, Tensor] = {}
-    running: list[str] = []
 
-    def enter(name: str, module: nn.Module, *given: Any) -> None:
-        running.append(name)
+    def enter(name: str, *given: Any) -> None:
         if name in names:
             found.setdefault(name, float_tensors(given)[0].clone())
 
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    with ExitStack() as stack:
-        for name, module in run.module.eval().named_modules():
-            stack.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
-            stack.enter_context(module.register_forward_hook(leave))
+    with _running(run.module, enter) as running, _Cores(running, chosen or [], head, heads, axis) as cores:
         torch.manual_seed(0)
-        cores = stack.enter_context(_Cores(running, chosen or [], head, heads, axis))
         run()
     return found, cores.found
 
@@ -147,6 +140,71 @@ def _around(name: str, cores: list[tuple[str, ...]]) -> list[int]:
         if found:
             return found
     return []
+
+
+@torch.no_grad()
+def check_keys(run: Run, plan: hookdrop.Plan) -> None:
+    """Check that each softmax inside attention drops its keys once, unless a warning names it, and no other softmax."""
+    warned = equal.named(plan.warnings)
+    kinds = {name: type(module).__name__ for name, module in run.module.named_modules()}
+    with hookdrop.inject(run.module, recipes.drop_key(p=KEYS), p_scale="equal", example_input=run.inputs) as drop:
+        plain, dropped = _scores(run, drop, ALMOST_0), _scores(run, drop, KEYS)
+    require(len(plain) == len(dropped), "with dropped keys, another number of softmaxes runs")
+    for (running, before), (_, after) in zip(plain, dropped, strict=True):
+        many = before & (before.sum(-1, keepdim=True) > 7)  # a query keeps its last key
+        rate, elements = float((many & ~after).sum() / max(int(many.sum()), 1)), max(int(many.sum()), 1)
+        if not any(MIXERS.search(kinds[name]) for name in running):
+            require(torch.equal(before, after), f"{running[-1]}, which is no attention, drops {rate:.3f} of its scores")
+        elif many.any() and (rate or not any(equal.is_named(name, running[-1:]) for name in warned)):
+            near = abs(rate - KEYS) < 5 * (KEYS / elements) ** 0.5
+            require(near, f"{running[-1]} drops {rate:.3f} of its keys, {KEYS} is requested")
+
+
+def _scores(run: Run, drop: hookdrop.Injection, p: float) -> list[tuple[list[str], Tensor]]:
+    """Return the modules that run around each softmax over the last axis, and which scores have an influence."""
+    found: list[tuple[list[str], Tensor]] = []
+
+    class Scores(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name, given = getattr(function, "__name__", ""), kwargs or {}
+            if name == "scaled_dot_product_attention":
+                mask = args[3] if len(args) > 3 else given.get("attn_mask")
+                shape = (*args[0].shape[:-1], args[1].shape[-2])
+                found.append(([*running], _influence(torch.zeros(1) if mask is None else mask).expand(shape)))
+            elif name == "softmax" and args[0].dim() > 1:
+                found.append(([*running], _influence(args[0])))
+            return function(*args, **given)
+
+    torch.manual_seed(0)
+    with _running(run.module) as running, drop.sampling(p=p), Scores():
+        run()
+    return found
+
+
+def _influence(scores: Tensor) -> Tensor:
+    """Return which scores are not masked."""
+    if scores.dtype == torch.bool:
+        return scores
+    return scores > (scores.amax(-1, keepdim=True) - 100).clamp(min=torch.finfo(scores.dtype).min / 2)
+
+
+@contextmanager
+def _running(model: nn.Module, enter: Callable[..., None] = lambda *_: None) -> Iterator[list[str]]:
+    """Give the names of the modules that run, and call `enter` with the name and the arguments of each."""
+    running: list[str] = []
+
+    def start(name: str, module: nn.Module, *given: Any) -> None:
+        running.append(name)
+        enter(name, *given)
+
+    def end(*_: Any) -> None:
+        running.pop()
+
+    with ExitStack() as stack:
+        for name, module in model.eval().named_modules():
+            stack.enter_context(module.register_forward_pre_hook(partial(start, name), with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(end))
+        yield running
 
 
 def check_layers(run: Run, plan: hookdrop.Plan) -> None:

@@ -1,7 +1,5 @@
 """The arms of the study, read from `study.yaml`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """English text that every machine has: the docstrings of installed packages, read from their sources at run time."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

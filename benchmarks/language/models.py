@@ -1,7 +1,5 @@
 """The language models, without dropout, as a user would write them; and those of the peers, with it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Compare the arms of the study, and write `summary.json` and `report.html`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

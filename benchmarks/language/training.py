@@ -1,7 +1,5 @@
 """Train one run and score it: its record is a plain dict that JSON can hold."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -3,8 +3,6 @@
 Weights are random; nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import inspect
 import zlib
 from collections.abc import Iterator
@@ -37,6 +35,15 @@ def family(name: str) -> str:
     if library == "timm":
         return str(_registry._model_to_module[model])
     return str(_builder(name).__module__).replace("torchvision.models", "torchvision")
+
+
+@dataclass(frozen=True)
+class Example:
+    """The arguments of a forward in eval mode and in training mode, and the seed."""
+
+    eval: tuple[Any, ...]
+    train: tuple[Any, ...]
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,15 +82,6 @@ class Trial:
         """Return the fields of the record that describe the trial."""
         built = {"built": self.keywords} if self.keywords else {}
         return {"input": "x".join(map(str, (BATCH, *self.shape))), **built}
-
-
-@dataclass(frozen=True)
-class Example:
-    """The arguments of a forward in eval mode and in training mode, and the seed."""
-
-    eval: tuple[Any, ...]
-    train: tuple[Any, ...]
-    seed: int = 0
 
 
 def trials(name: str, skeleton: nn.Module) -> Iterator[Trial]:

@@ -1,7 +1,5 @@
 """What injecting and removing must keep, in any model: bit-exact comparisons around one training step."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections import Counter
@@ -16,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 import hookdrop
 from hookdrop.recipes import Recipe
+from models import equal
 from models.catalog import Example
 from models.footprint import bit_equal, differences, fingerprint, footprint, tensors
 
@@ -186,6 +185,8 @@ class Check:
         planned = {(site.name, site.shape, site.calls) for site in found.plan.sites}
         same = self.recipe is not None or planned <= listed
         require(same, "the plan of the chosen layers differs from the plan of all layers")
+        if self.recipe is not None and (others := [*equal.differences(found.plan)]):
+            record |= {"status": "differs", "error": others[0]}
         record["sites"] = dict(Counter(label(site.regularizer) for site in found.plan.sites))
         if found.totals is not None:
             record |= {"finite": behavior.finite, **rates(found)}

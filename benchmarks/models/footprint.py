@@ -1,7 +1,5 @@
 """Bit-exact comparison of outputs, parameters, buffers, module structure and hooks."""
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections.abc import Iterable

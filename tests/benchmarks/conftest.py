@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-NEEDED = ("filelock", "jinja2", "matplotlib", "pebble", "pydantic", "resource", "rich", "sklearn", "timm", "yaml")
+NEEDED = ("jinja2", "matplotlib", "pebble", "pydantic", "resource", "rich", "sklearn", "timm", "yaml")
 collect_ignore_glob = [] if all(map(find_spec, NEEDED)) else ["*"]

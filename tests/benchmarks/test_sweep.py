@@ -12,6 +12,7 @@ import pytest
 
 import placement
 import sweep
+from hookdrop.survey import convs
 from models.check import NotRunnable
 from sweep import Sweep
 from tests.support.programs import ROOT
@@ -102,6 +103,28 @@ class TestReport:
         assert len(found) == len({record["name"] for record in found})
         without = [record for record in found if record["status"] not in ("passed", "batch", "no layers")]
         assert all(record["error"] and record["status"] in sweep.STATUSES for record in without)
+
+
+class TestAblation:
+    @pytest.fixture
+    def ablation(self) -> Any:
+        return pytest.importorskip("ablation")  # needs transformers
+
+    def test_rule_is_off_wherever_it_is_imported_and_only_there(self, ablation: Any) -> None:
+        rule = "hookdrop.survey.convs._blocks_without_skip"
+        with ablation.without(rule):
+            assert convs._blocks_without_skip is ablation.RULES[rule]
+        assert convs._blocks_without_skip is not ablation.RULES[rule]
+
+    def test_report_names_the_families_that_change_without_each_rule(self, ablation: Any, tmp_path: Path) -> None:
+        arguments = ["--all", "--workers", "0", "--out", str(tmp_path), "--only", "^timm:test_(resnet|vit)$"]
+        assert ablation.main(arguments) == 0
+        found = json.loads((tmp_path / "ablation.json").read_text())["rules"]
+        assert list(found) == list(ablation.RULES)
+        assert found["hookdrop.survey.branches._Search._projection"] == ["resnet"]
+        assert found["hookdrop.survey.heads._has_weight"] == ["vision_transformer"]
+        page = (tmp_path / "ablation.md").read_text()
+        assert "| hookdrop.survey.branches._Search._projection | 1 | resnet |" in page
 
 
 RECORDS = json.loads((ROOT / "benchmarks" / "results" / "placement.json").read_text())["models"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,15 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 
+import hookdrop
 import sweep
 import transformers_zoo
+from families import counts, tiny
 from families.depth import check_sites
-from families.layers import Run
+from families.layers import Run, find_runs, with_first
+from families.units import check_keys
+from hookdrop import DropKey, HeadDropout, functional, recipes
+from models.check import CheckFailed
 from tests.support.programs import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "transformers"
@@ -25,6 +32,8 @@ SAMPLE = [
     ("head_dropout", "bert", "passed"),
     ("head_dropout", "xlm", "refused"),
     ("layer_drop", "bart", "passed"),
+    ("drop_key", "bart", "passed"),
+    ("residual_dropout", "gemma2", "passed"),
     ("patch_dropout", "vit", "passed"),
     ("neftune", "gpt2", "passed"),
     ("neftune", "resnet", "no layers"),
@@ -100,6 +109,80 @@ class TestCheckOfSites:
     def test_tokens_on_the_first_axis_are_found(self) -> None:
         found = self.problems(PreNorm, ("attn", "mlp"), transposed=True)
         assert [text for text in found if "is not the batch" in text]
+
+
+class TestCounts:
+    """Sites compared with `num_hidden_layers`, `num_attention_heads` and the model's own list of layers."""
+
+    LAYERS = ("encoder.layers.0", "encoder.layers.1")
+
+    @staticmethod
+    def differences(recipe: str, sites: tuple[str, ...], warning: str = "", regularizer: Any = None) -> str:
+        from transformers import BertConfig
+
+        model = nn.ModuleDict({"encoder": nn.ModuleDict({"layers": nn.ModuleList([PreNorm(), PreNorm()])})})
+        model.config = BertConfig(num_hidden_layers=2, num_attention_heads=4)  # type: ignore[assignment]
+        planned = [SimpleNamespace(name=name, at="", regularizer=regularizer) for name in sites]
+        plan: Any = SimpleNamespace(root=model, sites=planned, warnings=[warning], survey=SimpleNamespace(layers={}))
+        return "; ".join(counts.differences(recipe, model, [(Run("", model, {}), plan)]))
+
+    def test_one_site_per_layer_of_the_config_agrees(self) -> None:
+        assert self.differences("layer_drop", self.LAYERS) == ""
+        assert self.differences("stochastic_depth", tuple(f"{layer}.mlp" for layer in self.LAYERS)) == ""
+        assert self.differences("head_dropout", tuple(f"{layer}.attn" for layer in self.LAYERS)) == ""
+
+    def test_encoder_taken_for_a_layer_is_found(self) -> None:
+        """As of Wav2Vec2, whose encoder returns its input plus branches too."""
+        found = self.differences("layer_drop", ("encoder",))
+        assert found.startswith(
+            "the site 'encoder' contains all 2 layers of encoder.layers; sites in 0 of the 2 layers"
+        )
+
+    def test_missing_layer_is_found_unless_a_warning_names_it(self) -> None:
+        sites = ("encoder.layers.0.mlp",)
+        found = self.differences("stochastic_depth", sites)
+        assert found == "sites in 1 of the 2 layers of encoder.layers, none in encoder.layers.1"
+        assert self.differences("stochastic_depth", sites, "skipped 1 layer, 'encoder.layers.1': why.") == ""
+
+    def test_number_of_heads_that_the_config_does_not_have_is_found(self) -> None:
+        sites = tuple(f"{layer}.attn" for layer in self.LAYERS)
+        assert self.differences("head_dropout", sites, regularizer=HeadDropout(0.1, 4)) == ""
+        assert "the sites have ['3'] heads" in self.differences("head_dropout", sites, regularizer=HeadDropout(0.1, 3))
+
+
+def test_keys_that_are_dropped_twice_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((run, *_), _, _) = find_runs(next(tiny.models("vit")))
+    plan = hookdrop.plan(run.module, recipes.drop_key(p=0.3), example_input=run.inputs)
+    check_keys(run, plan)
+    twice = staticmethod(lambda x, p, *_: functional.drop_key(functional.drop_key(x, p), p))
+    monkeypatch.setattr(DropKey, "regularize", twice)
+    with pytest.raises(CheckFailed, match=r"drops 0\.\d+ of its keys, 0\.3 is requested"):
+        check_keys(run, plan)
+
+
+class Dropped(nn.Module):
+    """A module with dropout written in after it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.drop = module, nn.Dropout(0.2)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return with_first(self.module(*args, **kwargs), self.drop)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+def test_residual_dropout_equals_a_twin_with_dropout_modules(name: str) -> None:
+    ((run, *_), _, _) = find_runs(next(tiny.models(name)))
+    twin = copy.deepcopy(run.module)
+    for layer in twin.get_submodule("layers").children():
+        layer.self_attn, layer.mlp = Dropped(layer.get_submodule("self_attn")), Dropped(layer.get_submodule("mlp"))
+    outputs = []
+    with hookdrop.inject(run.module, recipes.residual_dropout(p=0.2), example_input=run.inputs):
+        for model in (run.module.train(), twin.train()):
+            torch.manual_seed(0)
+            outputs.append(model(**run.inputs).last_hidden_state)
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -6,6 +6,7 @@ import argparse
 import json
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch import nn
 
 import hookdrop
 import zoo
-from hookdrop import Injection, functional
+from hookdrop import Injection, functional, recipes
 from hookdrop.hooks.hook import SiteHook
 from models import catalog
 from models.catalog import Example, Trial
 from models.check import Check, CheckFailed, NotRunnable, choose_regularizers, label
+from models.equal import differences
 from tests.support.models import Small
 
 # One model for each kind of block, arguments or outputs.
@@ -147,6 +149,37 @@ class TestDetection:
         monkeypatch.setattr(owner, name, broken)
         with pytest.raises(CheckFailed, match=message):
             Check(model, Example((images,), (images,))).run()
+
+
+class TestEqualBlocks:
+    """The sites of a plan are changed, and the check of equal blocks finds it."""
+
+    @pytest.fixture
+    def plan(self) -> hookdrop.Plan:
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + self.mlp(x)
+
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(), Block(), Block()))
+        return hookdrop.plan(model, recipes.layer_drop(p=0.1), example_input=torch.ones(2, 4))
+
+    def test_equal_sites_agree(self, plan: hookdrop.Plan) -> None:
+        assert [site.name for site in plan.sites] == ["1.0", "1.1", "1.2"]
+        assert not [*differences(plan)]
+
+    def test_block_without_the_site_of_its_equals_is_found_unless_a_warning_names_it(self, plan: hookdrop.Plan) -> None:
+        fewer = replace(plan, sites=plan.sites[:2])
+        assert [*differences(fewer)] == ["1.2 has the sites (), others like it have ('',)"]
+        assert not [*differences(replace(fewer, warnings=["skipped 1 layer, '1.2': a reason"]))]
+
+    def test_site_that_contains_a_site_or_layers_in_a_row_is_found(self, plan: hookdrop.Plan) -> None:
+        around = replace(plan.sites[0], name="1")
+        assert [*differences(replace(plan, sites=[around]))] == ["the site '1' contains 3 layers in a row, such as 1.0"]
+        assert "the site '1' contains another" in differences(replace(plan, sites=[around, *plan.sites]))
 
 
 class TestModels:

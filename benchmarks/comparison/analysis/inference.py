@@ -1,7 +1,5 @@
 """Tests of paired differences, and their power."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """95 % bootstrap intervals of the mean paired difference; `benchmarks/README.md` lists their coverage and others'."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Match the runs of a cell into pairs, explain why others are excluded, and compare the arms."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The results of a comparison, as stored in summary.json. The names of the fields are part of the file format."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
@@ -139,7 +137,6 @@ class Cell(Part):
     steps: int
     train_images: int
     test_images: int
-    skipped_images: int
     arms: list[ArmSummary]
     between: list[Contrast]
     controls: Controls

@@ -1,7 +1,5 @@
 """Summarize a comparison from its records, also if it is incomplete."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -57,7 +55,7 @@ def _cell(
     against = differences(arms, metrics)
     outcomes = [outcome for arm in arms for outcome in arm.outcomes]
     runs = [run for arm in arms for run in arm.entry.runs.values()]
-    sizes = {"test_images": "scored_images"} | {one: one for one in ("steps", "train_images", "skipped_images")}
+    sizes = {"test_images": "scored_images"} | {one: one for one in ("steps", "train_images")}
     sets = ["training set"] if any(run.data.train_size for run in runs) else []
     labels = [run.images["label"] for run in arms[0].finished.values() if "label" in run.images]
     fits = [(one["first_loss"], one["train_loss"][-1]) for one in arms[0].outcomes]

@@ -1,7 +1,5 @@
 """The sentences around the verdict, from `sentences.j2`: what to read before it, what limits it, and the controls."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The first paragraph of a report, in plain words: what helped, hurt or is unclear, and what was compared."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

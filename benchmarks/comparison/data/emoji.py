@@ -9,8 +9,6 @@ image of them is trained on. The test images of both vendors are two test sets w
 an emoji ("man cook", "woman cook") count as different emoji, and may be on both sides of the split.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Images in memory or in files, with optional augmentation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

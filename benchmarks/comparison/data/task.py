@@ -1,7 +1,5 @@
 """A dataset with its labels and splits."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +37,6 @@ class Task:
     pool: Tensor  # indices of the images that are not test images
     test: Tensor
     source: Source
-    skipped: tuple[str, ...] = ()  # unreadable files
     test_sets: Mapping[str, Tensor] = field(default_factory=dict)
     """Test sets with separate results, as bool masks over `test`; empty for a single one."""
     sha256: str = ""  # of the image files, if they were read
@@ -82,7 +79,7 @@ class Task:
         return _drawn(self.pool, self.labels_N, _proportional(available, size), generator(0, "validation"))
 
 
-def hold_out(name: str, labels_N: Tensor, classes: Sequence[str], size: int, *fixes: str) -> tuple[Tensor, Tensor]:
+def hold_out(name: str, labels_N: Tensor, classes: Sequence[str], size: int) -> tuple[Tensor, Tensor]:
     """Split a dataset without a test set into a pool and `size` stratified test images, always the same ones."""
     every = torch.arange(len(labels_N))
     available = per_class(every, labels_N, len(classes))
@@ -91,7 +88,6 @@ def hold_out(name: str, labels_N: Tensor, classes: Sequence[str], size: int, *fi
         raise DataError(
             f"{name!r} has only one image of {alone}; training and testing need one each.",
             "add images or remove the class",
-            *fixes,
         )
     test = _drawn(every, labels_N, _proportional(available, size), generator(0, "test"))
     return every[~torch.isin(every, test)], test

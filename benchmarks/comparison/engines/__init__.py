@@ -1,1 +1,1 @@
-"""Execute runs in local processes or on a Ray cluster, and store their records."""
+"""Execute runs in local processes, and store their records."""

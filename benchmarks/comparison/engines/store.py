@@ -1,7 +1,5 @@
 """The output folder of a comparison, with one file for each finished run; the name of the file is the run's key."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -10,10 +8,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from comparison.run.record import Failure, Record
 from comparison.spec.config import Config
@@ -84,32 +81,21 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 class Folder:
-    """All files of a comparison, used by one process at a time."""
+    """All files of a comparison."""
 
     def __init__(self, path: Path) -> None:
-        """Create the folder if needed, and lock it."""
+        """Create the folder if needed."""
         self.path, self.store = path, Store(path.absolute() / "runs")
-        self.report, self.summary = path / "report.html", path / "summary.json"
-        self._plan, self._lock = path / "comparison.json", FileLock(path / "lock")
+        self.report, self.summary, self._plan = (
+            path / name for name in ("report.html", "summary.json", "comparison.json")
+        )
         try:
             self.store.path.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(blocking=False)
-        except Timeout:
-            raise StoreError(
-                f"{path} is in use by another comparison.\n"
-                "  wait for it, stop it, or choose another folder with --out.\nNothing was trained."
-            ) from None
         except OSError as error:
             raise ConfigError(
                 f"--out: cannot write to {path}: {error.strerror or error}.\n"
                 "  choose another folder: --out runs/mine\nNothing was trained."
             ) from None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
     def claim(self, config: Config) -> None:
         """Record the configuration before the first run, and reject another one.

@@ -1,17 +1,21 @@
-"""Train the runs that are not in the store. Failures become records, so that the other runs continue."""
-
-from __future__ import annotations
+"""Train the runs that are not in the store, in processes. Failures become records, so that the other runs continue."""
 
 import gc
+import multiprocessing
+import os
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
+from pebble import ProcessExpired, ProcessPool
 
 import hookdrop
 from comparison.engines.store import Store
@@ -28,10 +32,6 @@ Engine = Callable[[Sequence[Run], Job, Store], Iterator[Record]]
 Progress = Callable[[int, str], Callable[[Record], None]]
 """Given the number of runs and a title, returns a function to call with each finished record."""
 FRAMES, LONGEST = 4, 2000
-
-
-class EngineError(Exception):
-    """The engine cannot run; nothing was trained."""
 
 
 @dataclass
@@ -71,10 +71,55 @@ def _is_missing(record: Record | None, again: bool) -> bool:
     return record.failure.kind == "killed" if again else record.failure.kind != "nan"
 
 
-def prepare() -> None:
-    """Prepare a worker process: one thread, and warnings of hookdrop are errors."""
+def train(runs: Sequence[Run], job: Job, store: Store, workers: int) -> Iterator[Record]:
+    """Yield the record of each run when it finishes. Workers store their own records.
+
+    If a worker is killed, only its run fails, and a new one replaces it. They exit with this process, even if killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPool(min(workers, len(runs)) or 1, initializer=_start_worker, context=context)
+    futures: dict[Future[Record | None], Run] = {pool.schedule(_train, (run, job, store)): run for run in runs}
+    try:
+        for future in as_completed(futures):
+            run = futures[future]
+            try:
+                unstored = future.result()
+            except ProcessExpired as error:
+                # It may have been killed after it stored its record.
+                stored = store.records([run.key]).get(run.key)
+                lost = killed(run, f"exit code {error.exitcode}")
+                yield stored if stored and stored.done else store_record(store, lost)
+            except Exception as error:
+                yield store_record(store, failed(run, failure_of(error)))
+            else:
+                yield unstored or store.records([run.key])[run.key]
+    finally:
+        pool.stop()  # type: ignore[no-untyped-call]
+        pool.join()
+
+
+def _train(run: Run, job: Job, store: Store) -> Record | None:
+    """Train and store one run in a worker. Return a record only if it could not be stored."""
+    record = guarded(job, run)
+    stored = store_record(store, record)
+    if record.failure and run.device != "cpu":
+        # After a device error, the process may not be able to use the device any more.
+        os._exit(1)
+    return None if stored is record else stored
+
+
+def _start_worker() -> None:
+    """Set up a worker process: it exits with its parent, has one thread, and warnings of hookdrop are errors."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     warnings.simplefilter("error", hookdrop.HookdropWarning)
+
+
+def _exit_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def guarded(job: Job, run: Run) -> Record:

@@ -1,7 +1,5 @@
 """Figures of the report as inline SVG, drawn by matplotlib in the colors of the page's style sheet."""
 
-from __future__ import annotations
-
 import io
 import re
 import textwrap

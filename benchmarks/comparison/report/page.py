@@ -1,7 +1,5 @@
 """The report of a comparison: one self-contained HTML page without scripts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The table of a cell, for the report and for the terminal, and the progress of the runs."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

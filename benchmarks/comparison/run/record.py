@@ -1,7 +1,5 @@
 """The record of a finished run, and the environment that it ran in."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping
@@ -43,7 +41,6 @@ class Outcome(TypedDict):
     steps: int
     train_images: int
     scored_images: int
-    skipped_images: int
 
 
 @dataclass(frozen=True)

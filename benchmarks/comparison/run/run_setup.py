@@ -1,16 +1,13 @@
 """Build the model with its hooks, the optimizer and the data of a run from its spec."""
 
-from __future__ import annotations
-
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 import hookdrop
 from comparison.data.catalog import load
@@ -50,15 +47,9 @@ class RunSetup:
     def logits(self, indices: Tensor) -> Tensor:
         """The model's outputs in eval mode: (N, classes), float32, on the CPU."""
         self.model.eval()
-        with torch.no_grad(), self.precision():
+        with torch.no_grad():
             parts = [self.model(self.images(part)).float().cpu() for part in torch.split(indices, EVAL_BATCH_SIZE)]
         return torch.cat(parts)
-
-    def precision(self) -> AbstractContextManager[object]:
-        """The autocast context of the run's forwards."""
-        if self.run.precision == "float32":
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
 
     def images(self, indices: Tensor) -> Tensor:
         """Images without augmentation, as `placed`."""
@@ -122,12 +113,5 @@ def _inject(
 def _optimizer(run: Run, model: nn.Module, train_images: int) -> tuple[Optimizer, LRScheduler]:
     settings, steps = run.optimizer, steps_of(run, train_images)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    shared: Any = {"params": trained, "lr": run.arm.lr or settings.lr, "weight_decay": settings.weight_decay}
-    optimizer: Optimizer
-    if settings.name == "SGD":
-        optimizer = torch.optim.SGD(**shared, momentum=settings.momentum, nesterov=settings.momentum > 0)
-    else:
-        optimizer = torch.optim.AdamW(**shared)
-    if settings.decay == "steps":
-        return optimizer, MultiStepLR(optimizer, [round(steps / 2), round(steps * 3 / 4)])
+    optimizer = torch.optim.AdamW(trained, run.arm.lr or settings.lr, weight_decay=settings.weight_decay)
     return optimizer, CosineAnnealingLR(optimizer, steps)

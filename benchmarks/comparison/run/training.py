@@ -1,7 +1,5 @@
 """Train a run, and create its record."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from comparison.data.catalog import loader
+from comparison.data.catalog import batches
 from comparison.run import metrics
 from comparison.run.record import Outcome, Record, environment
 from comparison.run.run_setup import RunSetup, prepare, steps_of
@@ -39,15 +37,15 @@ def train(setup: RunSetup) -> tuple[list[list[float]], list[str], Any]:
     Returns:
         The losses of the steps of each epoch, the hash of its image indices, and what was dropped in the last epochs.
     """
-    losses, batches, measured, last = list[list[float]](), list[str](), None, _last_epoch(setup)
+    losses, seen, measured, last = list[list[float]](), list[str](), None, _last_epoch(setup)
     with ExitStack() as stack:
         for epoch in range(1, last + 1):
             if setup.drop and epoch == last - max(1, last // MEASURED_PART) + 1:
                 measured = stack.enter_context(setup.drop.recording(last=0)).totals
             of_epoch, indices = _train_epoch(setup, epoch, sum(map(len, losses)))
             losses.append(of_epoch)
-            batches.append(digest(indices))
-    return losses, batches, measured
+            seen.append(digest(indices))
+    return losses, seen, measured
 
 
 def batch_of(setup: RunSetup) -> tuple[Tensor, Tensor]:
@@ -58,8 +56,7 @@ def batch_of(setup: RunSetup) -> tuple[Tensor, Tensor]:
 
 def step(setup: RunSetup, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
     """Take one optimizer step and return the loss before it."""
-    with setup.precision():
-        loss = cross_entropy(setup.forward(x_BCHW), y_B, label_smoothing=setup.run.label_smoothing)
+    loss = cross_entropy(setup.forward(x_BCHW), y_B, label_smoothing=setup.run.label_smoothing)
     loss.backward()  # type: ignore[no-untyped-call]
     setup.optimizer.step()
     setup.optimizer.zero_grad()
@@ -72,8 +69,8 @@ def _train_epoch(setup: RunSetup, epoch: int, done: int) -> tuple[list[float], l
     run, task = setup.run, setup.task
     setup.forward.train()
     losses, seen = [], []
-    batches = loader(task, setup.split.train, run.batch_size, run.seed, epoch, run.data.workers)
-    for indices_B, x_BCHW, y_B in islice(batches, None if run.max_steps is None else run.max_steps - done):
+    every = batches(task, setup.split.train, run.batch_size, run.seed, epoch)
+    for indices_B, x_BCHW, y_B in islice(every, None if run.max_steps is None else run.max_steps - done):
         seen.append(indices_B)
         losses.append(step(setup, setup.placed(x_BCHW), y_B.to(setup.device)))
     numbers: list[float] = torch.stack(losses).tolist()
@@ -91,7 +88,7 @@ def _last_epoch(setup: RunSetup) -> int:
 
 
 def _outcome(
-    setup: RunSetup, losses: list[list[float]], batches: list[str], measured: Any
+    setup: RunSetup, losses: list[list[float]], seen: list[str], measured: Any
 ) -> tuple[Outcome, Mapping[str, Any]]:
     """Score the model after its last epoch, and remove the hooks. Return the outcome and the scores of each image."""
     run, drop, task = setup.run, setup.drop, setup.task
@@ -108,7 +105,7 @@ def _outcome(
         "flags": setup.plan.warnings if setup.plan else [],
         "weights_before": setup.weights,
         "weights_after": digest(setup.model.state_dict().values()),
-        "batches": batches,
+        "batches": seen,
         "first_loss": losses[0][0],
         "train_loss": [*map(statistics.fmean, losses)],
         "rate_at_end": setup.rate,
@@ -124,7 +121,6 @@ def _outcome(
         "steps": sum(map(len, losses)),
         "train_images": len(setup.split.train),
         "scored_images": len(scored),
-        "skipped_images": len(task.skipped),
     }
     images = {**scores.images, "label": task.labels_N[scored].numpy()}
     if test_sets:

@@ -1,7 +1,5 @@
 """The hooks of an arm: a regularizer, a recipe, or a peer from torchvision or timm, at its rate."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Sequence

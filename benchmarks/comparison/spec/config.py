@@ -1,11 +1,9 @@
 """The configuration of a comparison, from a YAML file or from flags."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -66,7 +64,7 @@ class ArmConfig(BaseModel):
     """Whose tuned settings a peer uses. None: those of the regularizer of the same name, or of the first one."""
 
     @model_validator(mode="after")
-    def _is_one(self) -> ArmConfig:
+    def _is_one(self) -> Self:
         if len([kind for kind in KINDS if getattr(self, kind)]) != 1:
             raise ValueError("an arm has exactly one of `regularizer`, `recipe`, `peer` and `probe`")
         try:
@@ -136,7 +134,7 @@ class Config(Training):
     timing: float = Field(default=12.0, ge=0)  # seconds for measuring the cost of a training step; 0 skips it
 
     @model_validator(mode="after")
-    def _fits(self) -> Config:
+    def _fits(self) -> Self:
         if not self.layers and any(arm.takes_layers and not arm.layers for arm in self.arms):
             raise ValueError("`layers` is missing: name the sites, for example `layers: 'layer[34].*.bn2'`")
         cells = Counter(cell_of(data, model) for data, model in self.cells())

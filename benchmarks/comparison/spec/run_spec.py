@@ -1,7 +1,5 @@
 """The specification of a training run: its hash is the run's key, its seed the root of independent random streams."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable
@@ -45,21 +43,20 @@ class Part(BaseModel):
 class Data(Part):
     """A dataset."""
 
-    name: str  # digits, synthetic-cue, cifar10, cifar100, emoji or imagefolder:PATH
+    name: str  # digits, synthetic-cue, emoji or imagefolder:PATH
     train_size: PositiveInt | None = None  # training images, balanced over classes; None uses all
     validation_size: PositiveInt | None = None  # for tuning and curves; None uses a fifth of all but the test images
     image_size: PositiveInt | None = None  # side length in pixels; None uses the dataset's default
     augmentation: Literal["none", "crop-flip"] = "none"
     """`crop-flip` pads by an eighth, crops and flips."""
     root: str = "data"
-    """Folder of `cifar10` and `cifar100` (downloaded if missing), packages of `emoji`, and the `imagefolder` cache."""
-    workers: NonNegativeInt = 0  # data loading processes of a run; 0 loads images in the training process
+    """Folder of the packages of `emoji`."""
 
 
 class Model(Part):
-    """A timm or torchvision architecture."""
+    """An architecture of timm."""
 
-    name: str  # such as resnet18; timm:resnet18 and torchvision:resnet18 select the library
+    name: str  # such as resnet18 or timm:resnet18
     kwargs: dict[
         str, Any
     ] = {}  # arguments of the constructor besides the number of classes (and of channels, for timm)
@@ -69,14 +66,11 @@ class Model(Part):
 
 
 class Optimizer(Part):
-    """The optimizer, with a learning rate schedule."""
+    """The optimizer, whose learning rate has a cosine decay to 0."""
 
-    name: Literal["AdamW", "SGD"] = "AdamW"
+    name: Literal["AdamW"] = "AdamW"
     lr: PositiveFloat = 0.01
     weight_decay: NonNegativeFloat = 0.05
-    momentum: float = Field(default=0.9, ge=0, lt=1)  # Nesterov momentum of SGD; not used by AdamW
-    decay: Literal["cosine", "steps"] = "cosine"
-    """`cosine` decays to 0; `steps` divides the learning rate by 10 at 50 % and 75 % of the training."""
 
 
 class Arm(Part):
@@ -99,7 +93,6 @@ class Training(Part):
     epochs: PositiveInt
     batch_size: PositiveInt = 20
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    precision: Literal["float32", "bfloat16"] = "float32"  # bfloat16 trains with autocast
     channels_last: bool = False  # of images and convolution weights, which is faster for most convolutions
     device: str = "cpu"
     max_steps: PositiveInt | None = None  # stop every run after this many optimizer steps, for a smoke test

@@ -1,8 +1,6 @@
 """The arms of a comparison and their runs: tuning trials, then pairs and controls."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,10 +32,9 @@ class Entry:
 
 @dataclass
 class Study:
-    """All runs of a configuration; `only` selects arms besides none and the controls, all if empty."""
+    """All runs of a configuration."""
 
     config: Config
-    only: Sequence[str] = ()
 
     @property
     def seeds(self) -> range:
@@ -46,8 +43,8 @@ class Study:
 
     @property
     def arms(self) -> list[Arm]:
-        """None and the selected arms."""
-        return [NONE, *(arm for arm in self.config.all_arms() if not self.only or arm.name in self.only)]
+        """None and the configured arms."""
+        return [NONE, *self.config.all_arms()]
 
     def searches(self) -> dict[tuple[str, str], Search]:
         """A search for each cell and each arm whose tuned settings a selected arm uses; empty without tuning."""

@@ -1,13 +1,11 @@
 """Hyperparameter tuning: a grid with the same number of points for each arm, scored on the validation images."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from typing_extensions import TypedDict
@@ -38,7 +36,7 @@ class TuningConfig(BaseModel):
     space_none: Space  # for arms without a rate
 
     @model_validator(mode="after")
-    def _is_fair(self) -> TuningConfig:
+    def _is_fair(self) -> Self:
         ours, none = (dict[str, list[float]](**space) for space in (self.space, self.space_none))
         for name, values in (*ours.items(), *none.items()):
             if not values or len(set(values)) < len(values):

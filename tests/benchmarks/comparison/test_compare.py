@@ -88,21 +88,11 @@ class TestSmallComparison:
         assert controls.none_none is not None
         assert all(arm.time and arm.memory for arm in cell.arms)
 
-    def test_a_selected_arm_has_the_same_runs(self, tiny: SimpleNamespace, copied: Path) -> None:
-        (cell,) = Summary.model_validate_json((tiny.out / "summary.json").read_text()).cells
-        row = next(arm for arm in cell.arms if arm.name == "timm.DropPath (equal p)")
-        status, _ = run("--config", tiny.config, "--out", copied, "--workers", 1, "--only", row.name)
-        assert status == 0
-        assert len(records(copied)) == TRIALS + FINALS + 2  # the A/A control uses another regularizer
-        only = Summary.model_validate_json((copied / "summary-only.json").read_text())
-        again = next(arm for arm in only.cells[0].arms if arm.name == row.name)
-        assert again.values == row.values
-
     def test_a_dry_run_trains_nothing(self, tiny: SimpleNamespace, tmp_path: Path) -> None:
         status, text = run("--config", tiny.config, "--out", tmp_path / "dry", "--workers", 3, "--dry-run")
-        assert (status, bool(re.search(r"About \d+ minutes with 3 workers", text))) == (0, True)
-        assert re.search(rf"final runs: {FINALS} to train.*; 0 in the store", text)
-        assert "No difference can be significant at 5 %: use --seeds 7 or more." in text
+        assert status == 0
+        assert f"final runs: {FINALS} to train; 0 in the store" in text
+        assert "No difference can be significant at 5 %: use `seeds: 7` or more." in text
         assert not records(tmp_path / "dry")
 
     def test_after_an_interruption_only_missing_runs_are_trained(self, tiny: SimpleNamespace, copied: Path) -> None:
@@ -152,10 +142,6 @@ class TestInvalidRequests:
         status, text = run("--config", BENCHMARKS / "configs" / "digit.yaml", "--out", tmp_path)
         assert (status, "did you mean" in text, "digits.yaml" in text) == (2, True, True)
 
-    def test_unknown_arm(self, tmp_path: Path) -> None:
-        said = "--only: no arm is named 'Dropblock'.\n  did you mean: DropBlock"
-        assert said in self.error(tmp_path, TINY, "--only", "Dropblock")
-
     def test_output_folder_that_is_not_writable(self, tiny: SimpleNamespace, tmp_path: Path) -> None:
         (tmp_path / "out").write_text("a file")
         status, text = run("--config", tiny.config, "--out", tmp_path / "out", "--workers", 1)
@@ -163,23 +149,9 @@ class TestInvalidRequests:
 
     def test_a_changed_comparison_is_rejected(self, tiny: SimpleNamespace, copied: Path) -> None:
         """Adding seeds after looking at the results changes the comparison."""
-        status, text = run("--config", tiny.config, "--out", copied, "--workers", 1, "--seeds", 3)
+        (more := copied / "more.yaml").write_text(TINY.replace("seeds: 2", "seeds: 3"))
+        status, text = run("--config", more, "--out", copied, "--workers", 1)
         assert (status, "seeds: stored 2, requested 3" in text) == (2, True)
-
-
-class TestFlags:
-    def test_define_a_comparison_without_a_file(self, tmp_path: Path) -> None:
-        words = (
-            f"--models resnet10t --data {tmp_path}/ --layers layer*.*.bn2 --epochs 2 --seeds 5 --batch-size 9 --arms"
-        )
-        asked = options.parse([*words.split(), "Dropout(p=0.1)", "dropblock_resnet(p=0.1)", "timm.DropPath(0.1)"], "")
-        config, text = options.config_of(asked)
-        assert [arm.name for arm in config.all_arms()] == ["Dropout", "dropblock_resnet", "timm.DropPath (equal p)"]
-        assert config.data[0].name == f"imagefolder:{tmp_path}"
-        assert (config.epochs, config.batch_size, config.seeds) == (2, 9, 5)
-        assert text.startswith("\n# overridden by flags: ")
-        config, _ = options.config_of(options.parse(["--data", f"{tmp_path}/", "--model", "resnet18"], ""))
-        assert [arm.name for arm in config.all_arms()] == ["dropblock_resnet", "stochastic_depth"]
 
 
 class TestReadme:

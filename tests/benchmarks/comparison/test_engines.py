@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comparison.engines import local, ray, work
-from comparison.engines.store import Folder, Store, StoreError
-from comparison.engines.work import EngineError, Runner, guarded
+from comparison.engines import work
+from comparison.engines.store import Store, StoreError
+from comparison.engines.work import Runner, guarded
 from comparison.report.table import progress
 from comparison.run.record import Failure, Record
 from comparison.spec.run_spec import Run
@@ -38,7 +36,7 @@ def store(tmp_path: Path) -> Store:
 
 def train(runs: list[Run], store: Store, workers: int = 1) -> dict[str, Record]:
     """Train with the local engine until nothing is missing, as the comparison does."""
-    trainer = Runner(store, partial(local.train, workers=workers), lambda *_: lambda _: None)
+    trainer = Runner(store, partial(work.train, workers=workers), lambda *_: lambda _: None)
     return dict(trainer.ensure(runs, ""))
 
 
@@ -76,18 +74,6 @@ class TestStore:
         (store.path / "a.npz").write_bytes(b"PK\x03\x04 cut off")
         with pytest.raises(StoreError, match=r"cannot read .*a\.npz.*\n  delete the file"):
             store.records()
-
-    def test_a_folder_in_use_is_rejected_until_its_process_ends(self, tmp_path: Path) -> None:
-        code = f"from pathlib import Path; from comparison.engines.store import Folder\nwith Folder(Path({str(tmp_path)!r})): print('held', flush=True); input()"
-        holder = subprocess.Popen([sys.executable, "-c", code], env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert holder.stdout
-        assert holder.stdout.readline()
-        with pytest.raises(StoreError, match="in use by another comparison"):
-            Folder(tmp_path)
-        holder.kill()
-        holder.communicate()
-        with Folder(tmp_path):
-            pass
 
 
 class TestFailures:
@@ -173,47 +159,6 @@ def test_a_killed_driver_resumes_without_losing_or_repeating_runs(tmp_path: Path
     assert all(record.done for record in store.records().values())
     assert sorted(starts(tmp_path).values()) == [1] * 6 + [2] * 2
     assert all(starts(tmp_path)[key] == 1 for key in finished)
-
-
-ON_RAY = """
-import json, sys
-from functools import partial
-from pathlib import Path
-from comparison.engines import ray
-from comparison.engines.store import Store
-from tests.support.comparison_jobs import job, runs_of
-
-folder = Path(sys.argv[1])
-store = Store(folder / "runs")
-for record in ray.train(runs_of("good", "killed_once", "nan"), partial(job, folder), store, 1):
-    print(json.dumps([record.spec["arm"]["name"], record.failure and record.failure.kind]))
-"""
-
-
-class TestRay:
-    def test_failed_and_lost_runs_become_records(self, tmp_path: Path, store: Store) -> None:
-        pytest.importorskip("ray")
-        done = subprocess.run(
-            [sys.executable, "-c", ON_RAY, tmp_path], env=ENV, capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode == 0, done.stderr
-        found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
-        assert found == {"good": None, "killed_once": "killed", "nan": "nan"}
-        assert len(store.records()) == 3
-
-    def test_an_unreachable_cluster_trains_nothing(self, tmp_path: Path, store: Store) -> None:
-        pytest.importorskip("ray")
-        with socket.create_server(("127.0.0.1", 0)) as unused:
-            address = f"127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(
-            EngineError, match=rf"cannot reach a Ray cluster at {address}: (.|\n)*Nothing was trained\."
-        ):
-            next(ray.train(runs_of("good"), partial(job, tmp_path), store, 1, address))
-
-    def test_missing_ray_names_the_extra(self, tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "ray", None)
-        with pytest.raises(EngineError, match=r"Ray is not installed(.|\n)*hookdrop\[cluster\]"):
-            next(ray.train(runs_of("good"), partial(job, tmp_path), store, 1))
 
 
 def test_progress_prints_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,6 @@ def record_of(run: Run, shift: float = 0.0, **changed: Any) -> Record:
         steps=20,
         train_images=200,
         scored_images=IMAGES,
-        skipped_images=0,
     )
     outcome.update(changed)  # type: ignore[typeddict-item]
     images = {"correct": correct, "confidence": confidence, "nll": nll, "label": np.arange(IMAGES) % 8 // 3}

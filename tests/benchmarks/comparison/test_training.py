@@ -118,15 +118,13 @@ class TestOutcome:
 
 
 class TestSettings:
-    def test_bfloat16_trains_with_autocast_and_max_steps_stops_early(self, none: Outcome) -> None:
-        outcome = outcome_of(precision="bfloat16", max_steps=3)
+    def test_max_steps_stops_early(self) -> None:
+        outcome = outcome_of(max_steps=3)
         assert (outcome["steps"], len(outcome["train_loss"])) == (3, 2)
-        assert outcome["first_loss"] == pytest.approx(none["first_loss"], rel=0.02)
-        assert outcome["first_loss"] != none["first_loss"]
 
     def test_a_nonfinite_loss_raises(self) -> None:
         with pytest.raises(FloatingPointError, match=r"the loss of optimizer step \d+ \(epoch 1\) is (nan|inf)"):
-            outcome_of(optimizer=Optimizer(name="SGD", lr=1e30))
+            outcome_of(optimizer=Optimizer(lr=1e30))
 
 
 NAME = "tf_efficientnet_lite0"
