@@ -9,15 +9,14 @@ term has an end.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hookdrop.survey.ops import AFFINE, CROPS, ENLARGING, FUSED_ATTENTION, MIXTURES, PARTS, PRODUCTS, SIZE_KEEPING
+from hookdrop.survey.ops import AFFINE, CATS, CROPS, ENLARGING, FUSED_ATTENTION, MIXTURES, PARTS, PRODUCTS, SIZE_KEEPING
+from hookdrop.survey.regions import Regions
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
 
@@ -42,12 +41,16 @@ class Residual:
     op: Op
     skip: Node
     branch: Node
-    root: Node
+    inside: set[Node] = field(default_factory=set)
+    """What is computed for the branch alone."""
+    root: Node = None  # type: ignore[assignment]
     """The tensor from which both come: the skip, or what it is a sum with, or the input of a projection."""
+    before: set[Node] = field(default_factory=set)
+    """What lies between the root and the branch, with both."""
     is_projection: bool = False
     """Whether the skip is computed from the root by layers."""
-    before: set[Node] = field(default_factory=set)
-    """The root, and what the branch was computed from since then."""
+    has_shared_end: bool = False
+    """Whether the module at the end of the branch returns a tensor that has other uses."""
     ends: list[list[Call]] = field(default_factory=list)
     """The calls that may be the end of each term of the branch, the last of the forward first."""
 
@@ -68,7 +71,7 @@ def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...
     """Return the residual branches of a trace with these additions, in the order of execution."""
     residuals = _without_long_skips([residual for residual in everything if residual.ends])
     usable = _usable_ends(trace, everything)
-    layers = _layers(residuals, usable)
+    layers = _layers(trace, residuals, usable)
     found: dict[tuple[str, str], Branch] = {}
     for residual in residuals:
         for calls in residual.ends:
@@ -97,7 +100,8 @@ def find_gaps(
     for one in [*(one for one in everything if not one.ends), *shared, *mixtures]:
         if one.output not in inside and sums.isdisjoint(one.before - {one.root}):
             how = f"combines its skip and its branch by {one.op.name}(), not as skip + branch"
-            why = f"it {how}" if one in mixtures else "a residual branch there does not end with a module"
+            end = "ends with a tensor that has other uses" if one.has_shared_end else "does not end with a module"
+            why = f"it {how}" if one in mixtures else f"a residual branch there {end}"
             reasons.setdefault(_home_name(one), why)
             inside |= one.before - {one.root}
     products = PRODUCTS | {FUSED_ATTENTION}
@@ -110,9 +114,7 @@ class _Search:
     """One pass over the operations."""
 
     def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.behind: dict[Node, int] = {}
-        """The ancestors that reach a node through weights, as bits."""
+        self.trace, self.regions = trace, Regions(trace)
         self.roots: dict[Node, list[Node]] = {}
         """The nodes for which a node stands as a skip, the most recent first."""
         self.outputs: dict[Node, list[Call]] = {}
@@ -127,97 +129,150 @@ class _Search:
     def run(self) -> None:
         for op in self.trace.ops:
             self.now = op.index
-            through = self.trace.ancestors if has_weights(op) else self.behind
-            behind = functools.reduce(operator.or_, (through.get(node, 0) for node in op.inputs), 0)
-            self.behind.update(dict.fromkeys(op.outputs, behind))
             residual = self._residual(op)
             if residual is not None:
-                for one in (*self._coupled(residual), residual):
-                    self.found[one.output] = one
-                    one.before = {one.root, *self.trace.path(one.root, [one.branch])}
-                    one.ends = [calls for calls in self._ends(one, one.branch) if calls]
-            elif (mixture := self._mixture(op)) is not None:
-                mixture.before = {mixture.root, *self.trace.path(mixture.root, [mixture.branch])}
+                self._add(residual)
+                continue
+            if (mixture := self._mixture(op)) is not None:
                 self.mixtures.append(mixture)
             for node in op.outputs:
-                self.roots[node] = [node, *self._inherited_roots(op, node, residual)]
+                self.roots[node] = [node, *self._inherited_roots(op, node)]
 
-    def _inherited_roots(self, op: Op, node: Node, residual: Residual | None) -> list[Node]:
-        if residual is not None:
-            return self.roots.get(residual.skip, [residual.skip])
+    def _add(self, residual: Residual) -> Residual:
+        self.found[residual.output] = residual
+        residual.ends = [calls for calls in self._ends(residual, residual.branch) if calls]
+        self.roots[residual.output] = [residual.output, *self.roots.get(residual.skip, [residual.skip])]
+        return residual
+
+    def _inherited_roots(self, op: Op, node: Node) -> list[Node]:
         inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data]
         same = op.name in CROPS or all(one.size == node.size for one in inputs)
         return self.roots.get(inputs[0], [inputs[0]]) if is_linear(op) and len(inputs) == 1 and same else []
+
+    def _start(self, node: Node) -> Node:
+        """Return the first tensor of the stream that a tensor belongs to."""
+        roots = self.roots.get(node, [node])
+        return next(one for one in reversed(roots) if one.size == node.size)
 
     def _residual(self, op: Op) -> Residual | None:
         terms = added(op)
         if terms is None:
             return None
-        a, b = terms
-        forward = self._root(a, b) if self._is_only_added(b) else None
-        backward = self._root(b, a) if self._is_only_added(a) and op.name == "add" else None
-        if (forward is None) != (backward is None):
-            return Residual(op, a, b, forward) if forward is not None else Residual(op, b, a, backward or b)
-        return self._projection(op, a, b) if op.name == "add" else None
+        orders = [terms] if op.name != "add" else [terms, terms[::-1]]
+        orders = [(a, b) for a, b in orders if a.size == op.outputs[-1].size]
+        # A branch that has other uses, such as one that positions are added to, is no branch.
+        sums = [Residual(op, a, b, inside) for a, b in orders if (inside := self.regions.before(b, op).inside)]
+        for find in (self._stream, self._projection):
+            found = [one for one in sums if find(one)]
+            if len(found) == 1:
+                return found[0]
+        return None
 
-    def _is_only_added(self, branch: Node) -> bool:
-        """Whether an addition is the only use of a tensor: one that positions are added to goes on without them."""
-        return len([op for op in self.trace.users[branch] if any(node.fits for node in op.outputs)]) == 1
+    def _stream(self, residual: Residual) -> bool:
+        """Whether a branch is computed from the stream of its skip; fill in the root, and what lies between."""
+        skip, branch = residual.skip, residual.branch
+        root, residual.before, others = self._reach(skip, branch, residual.inside)
+        if root is None or (root in residual.before and not self._computes(root, branch, residual.before)):
+            return False
+        residual.root = root
+        if root in residual.before:
+            if (first := self._first_of_two(residual)) is None:
+                return True
+            others = [first.output]
+        for other in others:  # of a second stream, whose branches are computed from the first one
+            start = self._start(skip)
+            if self._start(other) is not start and any(self._start(x) is start for x in self.found[other].before):
+                residual.root, residual.before = other, self._between(other, branch, residual.inside)[0]
+                return True
+        return False
 
-    def _root(self, skip: Node, branch: Node) -> Node | None:
-        """Return the most recent root of `skip` that reaches `branch` through weights, or through a module."""
-        roots = self.roots.get(skip, [skip])
-        behind = self.behind.get(branch, 0)
-        found = next((root for root in roots if behind & self.trace.bit[root]), None)
-        if found is None:  # FNet's Fourier transform has no weights
-            calls, node = self._producers(branch), branch
-            while node.op is not None and is_linear(node.op) and (before := _data_input(node.op)) is not None:
-                node = before
-                calls += self._producers(node)
-            found = next((root for root in roots if any(root in call.inputs for call in calls)), None)
-            if found is not None and found in self.roots.get(branch, ()):
-                return None
-        return found
+    def _reach(
+        self, skip: Node, branch: Node, inside: Collection[Node] = ()
+    ) -> tuple[Node | None, set[Node], list[Node]]:
+        """Return the most recent root of a skip that leads to a branch, and `_between` of both."""
+        ancestors = self.trace.ancestors.get(branch, 0)
+        root = next((one for one in self.roots.get(skip, [skip]) if ancestors & self.trace.bit[one]), None)
+        return (None, set(), []) if root is None else (root, *self._between(root, branch, inside))
 
-    def _projection(self, op: Op, a: Node, b: Node) -> Residual | None:
-        since = op.call.start if op.call is not None else -1
-        lengths = _lengths(a, since), _lengths(b, since)
-        common = [node for node in lengths[0].keys() & lengths[1].keys() if node.fits and node.is_data]
-        if not common:
-            return None
-        root = max(common, key=lambda node: node.index)
-        of_a, of_b = lengths[0][root], lengths[1][root]
-        for skip, branch in ((a, b), (b, a)):  # a further branch beside the same projection
-            if skip in self.found and self.found[skip].is_projection and self.found[skip].root is root:
-                return Residual(op, skip, branch, root, True)
-        skip, branch = (a, b) if of_a < of_b else (b, a)
-        path, around = _path(skip, root), [node.op for node in self.trace.path(root, [branch]) if node.op is not None]
-        layers, names = [one for one in path if has_weights(one) and "norm" not in one.name], {x.name for x in path}
-        if (
-            of_a == of_b
-            or not path
-            or root not in path[-1].inputs
-            or len(layers) > 1  # two branches without a skip, such as routed and shared experts
-            or names <= PARTS  # a part of a tensor, as in Res2Net
-            or all(map(is_affine, around))  # LoRA: two linear layers beside one
-            or (names.isdisjoint(ENLARGING) and any(one.name in ENLARGING for one in around))  # levels of a pyramid
-        ):
-            return None
-        return Residual(op, skip, branch, root, True)
+    def _between(self, root: Node, branch: Node, inside: Collection[Node]) -> tuple[set[Node], list[Node]]:
+        """Return what lies between a root and a branch, with both, and the sums at which the way ends before the root.
 
-    def _coupled(self, residual: Residual) -> Iterator[Residual]:
-        """Yield the first sum of a RevNet's block, y1 = x1 + f(x2) and y2 = x2 + g(y1), given the second one."""
-        root, branch = self.trace.bit[residual.root], self.trace.path(residual.root, [residual.branch])
-        inside = {*branch, residual.output}
-        for op in (node.op for node in branch if node.op is not None and node not in self.found):
-            terms = added(op)
-            if terms is None or residual.is_projection or op.outputs[-1].shape != residual.root.shape:
+        A stream goes on from a sum, so that what is computed from it is no part of an earlier branch, unless the sum
+        is inside the branch.
+        """
+        found, sums = set[Node](), list[Node]()
+        waiting = [branch]
+        while waiting:
+            node = waiting.pop()
+            if node is root:
+                found.add(node)
+            elif node not in found and node.op is not None and self.trace.leads(root, node):
+                if node in self.found and node not in inside:
+                    sums.append(node)
+                else:
+                    found.add(node)
+                    waiting += node.op.inputs
+        return found, sums
+
+    def _computes(self, root: Node, branch: Node, before: Collection[Node]) -> bool:
+        """Whether weights, or a module that gets the root, lie between a root and a branch."""
+        if any(node.op is not None and has_weights(node.op) for node in before if node is not root):
+            return True
+        calls, node = self._producers(branch), branch  # FNet's Fourier transform has no weights
+        while node.op is not None and is_linear(node.op) and (source := _data_input(node.op)) is not None:
+            node = source
+            calls += self._producers(node)
+        return root not in self.roots.get(branch, ()) and any(root in call.inputs for call in calls)
+
+    def _first_of_two(self, second: Residual) -> Residual | None:
+        """Return the first sum of a RevNet's block, y1 = x1 + f(x2) and y2 = x2 + g(y1), given the second one."""
+        root, before = second.root, second.before
+        for node in sorted(before - {root, second.branch}, key=lambda node: node.index):
+            terms = added(node.op) if node.op is not None and node not in self.found else None
+            ends = [*self.regions.uses(node), *([None] if node in self.regions.outputs else [])]
+            goes_on = any(use is None or before.isdisjoint(use.outputs) for use in ends)
+            if terms is None or not goes_on or node.op is None or node.shape != root.shape:
                 continue
-            users = [user.outputs for user in self.trace.users[op.outputs[-1]]]
-            goes_on = op.outputs[-1] in self.trace.calls[0].outputs or not all(map(inside.intersection, users))
-            for a, b in (terms, terms[::-1]):
-                if goes_on and a.is_data and not self.trace.ancestors[a] & root and self.behind[b] & root:
-                    yield Residual(op, a, b, residual.root)
+            for skip, branch in (terms, terms[::-1]):
+                inside = self.regions.before(branch, node.op).inside
+                if inside and branch in before and skip.is_data and skip not in before:
+                    first = Residual(node.op, skip, branch, inside, root, self._between(root, branch, inside)[0])
+                    if self._computes(root, branch, first.before):
+                        return self._add(first)
+        return None
+
+    def _projection(self, residual: Residual) -> bool:
+        """Whether a skip is one layer, or a function, beside a longer branch; fill in the root, and what lies between.
+
+        A further branch beside the same projection counts too.
+        """
+        op, skip, branch = residual.op, residual.skip, residual.branch
+        if op.name != "add":
+            return False
+        known = self.found.get(skip)
+        path = [] if known else self._path(skip, branch)
+        root = known.root if known and known.is_projection else path[-1].inputs[0] if path else None
+        if root is None or not self.trace.leads(root, branch):
+            return False
+        residual.root, residual.is_projection = root, True
+        residual.before = self._between(root, branch, residual.inside)[0]
+        around = [node.op for node in residual.before - {root} if node.op is not None]
+        is_region = root in residual.before and all(use.name in CROPS for use in self._leaks(residual))
+        return is_region and (known is not None or _is_projection(path, around, residual))
+
+    def _leaks(self, residual: Residual) -> Iterator[Op]:
+        """Yield the operations outside a branch that read what lies between its root and its end."""
+        for node in residual.before - {residual.root, residual.branch}:
+            yield from (use for use in self.regions.uses(node) if residual.before.isdisjoint(use.outputs))
+
+    def _path(self, skip: Node, branch: Node) -> list[Op]:
+        """Return the operations on one tensor that lead to a skip from what also leads to a branch, the last first."""
+        found: list[Op] = []
+        node: Node | None = skip
+        while node is not None and node.op is not None and not self.trace.leads(node, branch):
+            found.append(node.op)
+            node = _data_input(node.op)
+        return [] if node is None else found
 
     def _mixture(self, op: Op) -> Residual | None:
         """Return a combination of a tensor and of what layers compute from it that is no plain addition."""
@@ -225,9 +280,19 @@ class _Search:
         terms = [node for one in gated or [op] for node in one.inputs if node.fits and node.is_data]
         if op.name in MIXTURES and len(op.outputs) == 1:
             for skip, branch in itertools.permutations(dict.fromkeys(terms), 2):
-                if skip.size == branch.size and self._is_only_added(branch) and (root := self._root(skip, branch)):
-                    return Residual(op, skip, branch, root)
+                if skip.size == branch.size and len(self.regions.uses(branch)) == 1:
+                    root, before, _ = self._reach(skip, branch)
+                    if root in before and self._computes(root, branch, before):
+                        return Residual(op, skip, branch, root=root, before=before)
         return None
+
+    def _is_joined(self, residual: Residual, node: Node) -> bool:
+        """Whether the rest of a tensor, of which a part is added, is concatenated with the sum, as in a ReXNet."""
+        for use in self.regions.uses(node):
+            others = [other for one in use.outputs if one not in residual.inside for other in self.regions.uses(one)]
+            if any(other.name not in CATS or residual.output not in other.inputs for other in others):
+                return False
+        return node not in self.regions.outputs
 
     def _producers(self, node: Node) -> list[Call]:
         """Return the calls that returned a node before the current operation, the last first."""
@@ -236,35 +301,36 @@ class _Search:
 
     def _ends(self, residual: Residual, node: Node) -> Iterator[list[Call]]:
         """Yield the candidates for the end of each term of a branch."""
-        root, ancestors, calls = self.trace.bit[residual.root], self.trace.ancestors, []
-        paths = self.behind if self.behind.get(node, 0) & root else ancestors
-        while paths.get(node, 0) & root and node is not residual.root:
+        calls: list[Call] = []
+        while (
+            node.op is not None
+            and node in residual.before
+            and (node in residual.inside or self._is_joined(residual, node))
+        ):
             calls += self._producers(node)
-            op = node.op
             if node in self.found:
                 if not self.found[node].is_projection or calls:
                     break
                 del self.found[node]  # no projection: one of several branches
-            if op is None:
-                break
-            terms = [] if calls else [x for x in added(op) or () if paths.get(x, 0) & root]
+            terms = [] if calls else [term for term in added(node.op) or () if term in residual.before]
             if len(terms) == 2:
                 for term in terms:
                     yield from self._ends(residual, term)
                 return
-            inputs = [one for one in op.inputs if one.fits and ancestors[one] & root]
-            if not is_linear(op) or len(inputs) != 1:
+            inputs = [one for one in node.op.inputs if one.fits and one in residual.before]
+            if not is_linear(node.op) or len(inputs) != 1:
                 break
             node = inputs[0]
+        residual.has_shared_end |= not calls and bool(self._producers(node)) and node is not residual.root
         yield calls
 
 
 def added(op: Op) -> tuple[Node, Node] | None:
-    """Return the two terms of an addition, or of a difference, of tensors of one size."""
+    """Return the two terms of an addition, or of a difference, of tensors; one may be broadcast to the other."""
     if op.name not in ("add", "sub", "rsub") or len(op.inputs) != 2 or not op.outputs:
         return None
     a, b = op.inputs if op.name != "rsub" else op.inputs[::-1]
-    return (a, b) if a.fits and b.fits and a.size == b.size == op.outputs[-1].size else None
+    return (a, b) if a.fits and b.fits and max(a.size, b.size) == op.outputs[-1].size else None
 
 
 def has_weights(op: Op) -> bool:
@@ -272,36 +338,26 @@ def has_weights(op: Op) -> bool:
     return op.name == "opaque" or any(node.has_weights and not node.is_data for node in op.inputs)
 
 
-def _lengths(node: Node, since: int) -> dict[Node, int]:
-    """Return the ancestors that a node has since a time, each with the most operations with weights in between."""
-    lengths = {node: 0}
-    waiting = [node]
-    while waiting:
-        node = max(waiting, key=lambda one: one.index)
-        waiting.remove(node)
-        if node.op is None or node.index < since:
-            continue
-        weighted = has_weights(node.op)
-        for one in node.op.inputs:
-            if one not in lengths:
-                waiting.append(one)
-            lengths[one] = max(lengths.get(one, 0), lengths[node] + weighted)
-    return lengths
+def _is_projection(path: list[Op], around: list[Op], residual: Residual) -> bool:
+    """Whether the operations on a skip are a projection, given those of the branch."""
+    layers, names = [one for one in path if has_weights(one) and "norm" not in one.name], {one.name for one in path}
+    lengths = {residual.root: 0}  # the most operations with weights on the way
+    for node in sorted(residual.before - {residual.root}, key=lambda node: node.index):
+        assert node.op is not None
+        lengths[node] = max(lengths.get(one, 0) for one in node.op.inputs) + has_weights(node.op)
+    return (
+        lengths[residual.branch] > sum(map(has_weights, path))
+        and len(layers) < 2  # not two branches without a skip, such as routed and shared experts
+        and not names <= PARTS  # a part of a tensor, as in Res2Net
+        and not all(map(is_affine, around))  # LoRA: two linear layers beside one
+        and not (names.isdisjoint(ENLARGING) and any(one.name in ENLARGING for one in around))  # levels of a pyramid
+    )
 
 
 def _data_input(op: Op) -> Node | None:
     """Return the tensor that an operation changes, if it reads only one that depends on the example."""
     data = {one for one in op.inputs if one.fits and one.is_data}
     return data.pop() if len(data) == 1 else None
-
-
-def _path(node: Node, root: Node) -> list[Op]:
-    """Return the operations on one tensor from the root to a node, the last first; those up to a second tensor."""
-    found: list[Op] = []
-    while node is not root and node.op is not None and (before := _data_input(node.op)) is not None:
-        found.append(node.op)
-        node = before
-    return found
 
 
 def is_linear(op: Op) -> bool:
@@ -356,7 +412,7 @@ def _usable_ends(trace: Trace, residuals: list[Residual]) -> set[str]:
         usable -= wrong
 
 
-def _layers(residuals: list[Residual], usable: set[str]) -> dict[Residual, str]:
+def _layers(trace: Trace, residuals: list[Residual], usable: set[str]) -> dict[Residual, str]:
     """Return the layer of each residual: the outermost block around it, unless that block is a stack of layers."""
     homes = {residual: _home_name(residual) for residual in residuals}
     ends = {one: next((call.name for calls in one.ends for call in calls if call.name in usable), "") for one in homes}
@@ -365,12 +421,16 @@ def _layers(residuals: list[Residual], usable: set[str]) -> dict[Residual, str]:
         patterns.setdefault(home, {})[ends[residual]] = re.sub(r"\.\d+(?=\.)", ".#", f".{ends[residual]}.")
     # Several ends whose names differ in an index only belong to several layers.
     stacks = {home for home, names in patterns.items() if not home or len(set(names.values())) < len(names)}
+    # An encoder may have a branch of its own, such as positions that a convolution computes.
+    layers = trace.repeated(homes.values())
+    inside = [name.rpartition(".")[0] for name in layers]
+    stacks |= {home for home in homes.values() if home not in layers and any(x.startswith(f"{home}.") for x in inside)}
     blocks = {home for home in homes.values() if home not in stacks}
-    layers = {}
+    found = {}
     for residual, home in homes.items():
         around = [block for block in blocks if f"{home}.".startswith(f"{block}.")]
-        layers[residual] = min(around, key=len) if around else ends[residual]
-    return layers
+        found[residual] = min(around, key=len) if around else ends[residual]
+    return found
 
 
 def _home_name(residual: Residual) -> str:

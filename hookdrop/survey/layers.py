@@ -97,7 +97,9 @@ def _returns_input(call: Call) -> bool:
 def find_skippable(trace: Trace, residuals: list[Residual], branches: Iterable[Branch]) -> dict[str, str]:
     """Return the layers around residual branches, each with the reason why it cannot be skipped; empty if it can."""
     sums = {residual.output: residual for residual in residuals}
-    names = _around_parts(trace, dict.fromkeys(branch.layer for branch in branches))
+    branches = list(branches)
+    around = [branch.layer for branch in branches if branch.layer != branch.end]
+    names = _around_parts(trace, dict.fromkeys(around or [branch.layer for branch in branches]))
     found = {}
     for name in names:
         reasons = [_reason(call, sums) for call in trace.calls_of[name]]
@@ -107,6 +109,8 @@ def find_skippable(trace: Trace, residuals: list[Residual], branches: Iterable[B
 
 def _around_parts(trace: Trace, names: Iterable[str]) -> list[str]:
     """Replace blocks by the layer that different kinds of them form: T5's layers are lists of three blocks."""
+    names = list(names)
+    repeated = trace.repeated(names)
     calls = {name: trace.calls_of[name][0] for name in names}
     parts: dict[Call, list[Call]] = {}
     for call in calls.values():
@@ -115,10 +119,15 @@ def _around_parts(trace: Trace, names: Iterable[str]) -> list[str]:
     wholes = {
         part.name: whole.name
         for whole, inside in parts.items()
-        if len(inside) > 1 and len({part.type for part in inside}) == len(inside)
+        if len(inside) > 1 and len({_kind(trace, part, whole.name in repeated) for part in inside}) == len(inside)
         for part in inside
     }
     return list(dict.fromkeys(wholes.get(name, name) for name in calls))
+
+
+def _kind(trace: Trace, part: Call, whole_is_repeated: bool) -> object:
+    """Return the class of a part, and if it is of a layer with equal siblings, also the shapes of its parameters."""
+    return trace.kinds[part.name] if whole_is_repeated else part.type
 
 
 def _reason(call: Call, sums: Mapping[Node, Residual]) -> str:

@@ -141,6 +141,33 @@ class Trace:
 
     ops: list[Op] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    modules: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
+    """The class of each module, and the shapes of its own parameters, by full name."""
+
+    lists: dict[str, list[str]] = field(default_factory=dict)
+    """The modules in each `ModuleList`, `ModuleDict` and `Sequential`, by full name."""
+
+    @cached_property
+    def kinds(self) -> dict[str, int]:
+        """A number for each module, which is equal for modules of one class with equal shapes of all parameters."""
+        found, parts = dict[str, int](), dict[str, list[tuple[str, int]]]()
+        for name, (kind, shapes) in reversed(self.modules.items()):
+            inside = tuple(parts.get(name, ()))
+            found[name] = hash((kind, shapes, inside))
+            parent, _, last = name.rpartition(".")
+            if name and (shapes or inside):
+                parts.setdefault(parent, []).append((last, found[name]))
+        return found
+
+    def repeated(self, names: Iterable[str]) -> set[str]:
+        """Return the modules with these names or around them that have an equal sibling among them."""
+        groups: dict[tuple[str, int], set[str]] = {}
+        for name in names:
+            while name:
+                parent = name.rpartition(".")[0]
+                groups.setdefault((parent, self.kinds[name]), set()).add(name)
+                name = parent
+        return {name for group in groups.values() if len(group) > 1 for name in group}
 
     @cached_property
     def calls_of(self) -> dict[str, list[Call]]:
@@ -261,6 +288,14 @@ class _Recorder(TorchFunctionMode):
         """The last in-place change of each storage."""
         self.versions: dict[Node, int] = {}
         self.stack: list[Call] = []
+        layers = list(named_layers(model))
+        known = {layer.name for layer in layers}  # a shared module has its first name
+        for layer in layers:
+            shapes = tuple(tuple(p.shape) for p in layer.module.parameters(recurse=False))
+            self.trace.modules[layer.name] = type(layer.module).__name__, shapes
+            if isinstance(layer.module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+                names = (f"{layer.name}.{child}".lstrip(".") for child in layer.module._modules)
+                self.trace.lists[layer.name] = [name for name in names if name in known]
         for tensor in (*model.parameters(), *model.buffers()):
             self.leaf(tensor, "weight").has_weights = isinstance(tensor, nn.Parameter)
 

@@ -1,0 +1,47 @@
+"""Check sites without the rule that found them: equal modules in a list have equal sites."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from hookdrop.survey.trace import Trace
+from hookdrop.utils.tables import some
+
+
+def unequal_sites(trace: Trace, sites: Collection[str]) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield equal modules with different sites: those that differ from most of them, and the others.
+
+    Equal modules are in one `ModuleList`, `ModuleDict` or `Sequential`, and have one class, equal shapes of parameters,
+    and equal shapes of inputs and outputs, so that a block that reduces the resolution is not equal to the next one.
+
+    Args:
+        trace: a forward of the model.
+        sites: the names of all layers that a recipe chose.
+    """
+    reported: list[str] = []
+    for parent in trace.lists:
+        groups: dict[object, list[str]] = {}
+        for name in trace.lists[parent]:
+            calls = trace.calls_of.get(name, [])
+            shapes = [[node.shape for node in (*call.inputs, *call.outputs) if node.fits] for call in calls[:1]]
+            if calls or name in trace.lists:
+                groups.setdefault((trace.kinds[name], repr(shapes)), []).append(name)
+        for names in groups.values():
+            inside = {name: frozenset(one.removeprefix(name) for one in sites if f"{one}.".startswith(f"{name}."))
+                      for name in names}  # fmt: skip
+            usual = Counter(inside.values()).most_common(1)[0][0]
+            odd = [name for name in names if inside[name] != usual]
+            if odd and not f"{parent}.".startswith(tuple(f"{name}." for name in reported)):
+                reported += names
+                yield odd, [name for name in names if name not in odd]
+
+
+def sibling_warnings(trace: Trace, sites: Collection[str], known: Collection[str]) -> list[str]:
+    """Return a warning for modules whose sites differ from those of equal modules, and that no warning names yet."""
+    return [
+        f"{some(odd)} and {some(others)} are equal modules, but their sites differ.\n"
+        "  compare them in the plan; to choose the layers yourself: inject(model, ..., layers=...)"
+        for odd, others in unequal_sites(trace, sites)
+        if not any(f"'{name}" in text for name in odd for text in known)
+    ]
