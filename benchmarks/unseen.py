@@ -317,7 +317,7 @@ def drops_samples(model: nn.Module, example: Any, recipe: Any, names: set[str]) 
         name
         for name in sites
         for x, y, kept, left in zip(*(one[name] for one in seen), strict=True)
-        if ((left == 0) & (kept != 0))[x != y].any() and (left != 0)[x != y].any()
+        if len({*(left != 0)[(kept != 0) & ((x - y).abs() > 0.1 * x.std())].tolist()}) > 1
     ]
     return f"a part of a sample is dropped at {partly[:2]}" if partly else ""
 
