@@ -1,8 +1,8 @@
-"""Compare the sites of the recipes with timm's own, for every timm architecture: `python benchmarks/placement.py`.
+"""Compare stochastic_depth's sites with timm's own, for every timm architecture: `python benchmarks/placement.py`.
 
-Build each on the meta device with timm's `drop_path_rate`, with its `drop_block_rate`, and without; plan the recipes on
-the last. A result is "equal" if names and rates match those of timm's own modules, or, if the model has no module at
-the end of a branch (ResNets), those of blocks.
+Build each on the meta device with timm's `drop_path_rate` and without; plan the recipe on the latter. A result is
+"equal" if names and rates match those of timm's own modules, or, if the model has no module at the end of a branch
+(ResNets), those of blocks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers.drop import DropBlock2d, DropPath
+from timm.layers.drop import DropPath
 from torch import nn
 
 import hookdrop
 import sweep
 from hookdrop import InjectionError, LayerError
-from hookdrop.recipes import stochastic_depth, timm_dropblock
+from hookdrop.recipes import stochastic_depth
 from sweep import Sweep
 
 P, TOLERANCE = 0.1, 1e-6
@@ -33,25 +33,24 @@ SCALES: dict[str, Any] = {
     "p everywhere": "equal",
 }
 
-Rates = dict[str, tuple[float, ...]]
+STATUSES = {"equal": "passed", "unused": "no layers", "untaken": "no layers", "refused": "refused"}
+
+Rates = dict[str, float]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare the architectures, and write placement.json and placement.md."""
     options = sweep.parser(__doc__, out="runs/placement", memory=8.0).parse_args(argv)
-    about = Sweep("placement", "The sites of the recipes and timm's", "python benchmarks/placement.py")
+    about = Sweep("placement", "The sites of stochastic_depth and timm's", "python benchmarks/placement.py")
     return sweep.main(options, about, timm.list_models(), compare)
 
 
 def compare(name: str, options: object = None) -> dict[str, Any]:
-    """Return the record of one architecture, with the result of each recipe."""
-    found = {"stochastic_depth": depth(name), "timm_dropblock": dropblock(name)}
-    others = {recipe: text for recipe, text in found.items() if not text.startswith(("equal", "unused", "untaken"))}
-    if not others:
-        return found | {"status": "passed" if any(text.startswith("equal") for text in found.values()) else "no layers"}
-    refused = all(text.startswith("refused") for text in others.values())
-    error = "; ".join(f"{recipe}: {text}" for recipe, text in others.items())
-    return found | {"status": "refused" if refused else "differs", "error": error}
+    """Return the record of one architecture."""
+    found = depth(name)
+    status = STATUSES.get(re.split("[,:]", found)[0], "differs")
+    error = {"error": found} if status in ("refused", "differs") else {}
+    return {"stochastic_depth": found, "status": status, **error}
 
 
 def depth(name: str) -> str:
@@ -63,7 +62,7 @@ def depth(name: str) -> str:
     # Including branches with rate 0, where timm has an Identity.
     branch_ends = {site for site in called_modules(native) if re.search(r"drop_path\d*$", site)}
     modules = {site: native.get_submodule(site) for site in branch_ends}
-    expected = {site: (one.drop_prob,) for site, one in modules.items() if isinstance(one, DropPath) and one.drop_prob}
+    expected = {site: one.drop_prob for site, one in modules.items() if isinstance(one, DropPath) and one.drop_prob}
     if not expected:
         return "unused"
     mismatches = []
@@ -72,30 +71,13 @@ def depth(name: str) -> str:
             plan = hookdrop.plan(clean, stochastic_depth(p=P), p_scale=p_scale)
         except (LayerError, InjectionError) as error:
             return f"refused: {str(error).splitlines()[0]}"
-        got = {site.name: (site.p,) for site in plan.sites if site.p}
+        got = {site.name: site.p for site in plan.sites if site.p}
         mismatches.append(difference(clean, got, expected))
         if not mismatches[-1]:
             return f"equal, {formula}"
     extra = {site.name for site in plan.sites} - branch_ends
     missing = set(expected) - {site.name for site in plan.sites}
     return f"{'places equal' if not extra and not missing else 'places differ'}: {mismatches[0]}"
-
-
-def dropblock(name: str) -> str:
-    """Compare timm's DropBlock in one architecture."""
-    native, clean = build(name, drop_block_rate=P), build(name)
-    if native is None or clean is None:
-        return "untaken"
-    blocks = {site: module for site, module in native.named_modules() if isinstance(module, DropBlock2d)}
-    if not blocks:
-        return "unused"
-    expected = {site: (block.drop_prob * block.gamma_scale, block.block_size) for site, block in blocks.items()}
-    try:
-        plan = hookdrop.plan(clean, timm_dropblock(P))
-    except (LayerError, InjectionError) as error:
-        return f"refused: {str(error).splitlines()[0]}"
-    got = {site.name: (site.p, site.regularizer.block_size) for site in plan.sites}
-    return "equal" if got == expected else f"differ: {difference(clean, got, expected)}"
 
 
 def build(name: str, **keywords: float) -> nn.Module | None:
@@ -113,7 +95,7 @@ def difference(clean: nn.Module, got: Rates, expected: Rates) -> str:
         if extra:
             return f"{len(extra)} of {len(got)} sites are {what}: {min(extra)}"
     for site in sorted(expected):
-        if any(abs(a - b) > TOLERANCE for a, b in zip(got[site], expected[site], strict=True)):
+        if abs(got[site] - expected[site]) > TOLERANCE:
             return f"the rate of {site} is {got[site]}, timm's {expected[site]}"
     return ""
 

@@ -1,8 +1,7 @@
 """What a regularizer needs besides its tensor, from the call in progress.
 
-The input of a layer is an argument of its own call. The attention mask and the number of samples are arguments of
-modules around the layer: a pre-hook there stores the value, and a hook at the end of the same call, which also runs
-after an error, removes it.
+The attention mask and the number of samples are arguments of modules around the layer: a pre-hook there stores the
+value, and a hook at the end of the same call, which also runs after an error, removes it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from hookdrop.hooks.hook import SiteHook
     from hookdrop.regularizers.base import Regularizer
 
-MASK, SAMPLES, LAYER_INPUT = "attention_mask", "samples", "layer_input"
+MASK, SAMPLES = "attention_mask", "samples"
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "cache", "cache_params")
 
 

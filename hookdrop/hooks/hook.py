@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.hooks import compiling
-from hookdrop.hooks.call_context import LAYER_INPUT, MASK, SAMPLES, CallValue, place_around, refuse_cache
+from hookdrop.hooks.call_context import MASK, SAMPLES, CallValue, place_around
 from hookdrop.hooks.checkpointing import (
     collects_statistics,
     is_inside_autograd_function,
@@ -260,12 +260,7 @@ class SiteHook(PlacedHook):
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to the site's tensor in `value`, with what the regularizer needs besides."""
         if self.regularizer.needs:
-            context = self._collect()
-            if LAYER_INPUT in self.regularizer.needs:
-                bound = tensor_tree.bind_arguments(module, value[0], value[1])
-                refuse_cache(bound, self)
-                context[LAYER_INPUT] = tensor_tree.first_tensor(bound)
-            fn = partial(fn, **context)
+            fn = partial(fn, **self._collect())
         if self.at == "output":
             return tensor_tree.map_tensor(value[2], self.tensor, fn)
         args, kwargs = value
@@ -330,7 +325,7 @@ class SiteHook(PlacedHook):
         if self.collected:
             place_around(self, module)
         if self.at == "output":
-            self.handle = module.register_forward_hook(self, with_kwargs=LAYER_INPUT in self.regularizer.needs)
+            self.handle = module.register_forward_hook(self)
         else:
             self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 

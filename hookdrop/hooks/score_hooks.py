@@ -1,15 +1,17 @@
 """The hook that regularizes the scores of attention that a module computes.
 
 Scores are no input or output of a module, so a mode sees all functions of PyTorch that the module calls, until a hook
-at the end of the call removes it. The mode regularizes what a softmax over the last axis gets. A call of
-`scaled_dot_product_attention` hides the scores, but adds a mask to them, which is regularized instead.
+at the end of the call removes it. The mode counts the calls of softmax and of attention, and regularizes what those get
+that the regularizer names in `calls`. A call of `scaled_dot_product_attention` hides the scores, but adds a mask to
+them, which is regularized instead.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -34,7 +36,7 @@ _ATTENTION = F.scaled_dot_product_attention
 _HIDING = F.multi_head_attention_forward
 _SHOWING = opened(_HIDING)
 _broadcast: Any = torch.broadcast_shapes
-_SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax)
+_COUNTED = (torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, _ATTENTION, _HIDING)
 
 
 class ScoreHook(SiteHook):
@@ -81,7 +83,7 @@ class ScoreHook(SiteHook):
 
     def edit(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to all scores of this call, later."""
-        mode = self.calls.value or ScoreMode(self.where)
+        mode = self.calls.value or ScoreMode(self.where, getattr(self.regularizer, "calls", None) or ())
         mode.functions.append(lambda scores: SiteHook.edit(self, module, scores, fn))
         self.calls.replace(mode)
 
@@ -96,23 +98,17 @@ class ScoreHook(SiteHook):
             mode.__exit__(None, None, None)
         else:
             _STOP.call(mode)
-        if mode.unseen and output is not None:  # None after an error
-            raise InjectionError(
-                f"{self.where}: this call of the layer computed no scores that a hook can see.\n"
-                '  flash and flex kernels hide them: build the model with attn_implementation="sdpa" '
-                "(transformers), or call F.scaled_dot_product_attention\n"
-                "  find the layers with attention: hookdrop.plan(model, recipes.drop_key(p=...), example_input=x)"
-            )
+        if mode.count < len(mode.calls) and output is not None:  # None after an error
+            raise InjectionError(mode.miscounted())
 
 
 class ScoreMode(TorchFunctionMode):
     """Applies functions to the scores of attention."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, calls: Sequence[bool]) -> None:
         super().__init__()
-        self.where = where
+        self.where, self.calls, self.count = where, calls, 0
         self.functions: list[Callable[[Tensor], Tensor]] = []
-        self.unseen = True
         self.frame: FrameType | None = None
         """What runs the module, in eager code."""
 
@@ -131,7 +127,7 @@ class ScoreMode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is not _ATTENTION and function is not _HIDING and function not in _SOFTMAX:
+        if function not in _COUNTED:
             return function(*args, **kwargs)
         if self.frame is not None:
             return _EAGER.call(self, function, args, kwargs)
@@ -143,26 +139,38 @@ class ScoreMode(TorchFunctionMode):
         return self._call(function, args, kwargs)
 
     def _call_in_eager(self, function: Any, args: Any, kwargs: Any) -> Any:
-        if has_ended(self.frame):
+        return function(*args, **kwargs) if has_ended(self.frame) else self._call(function, args, kwargs)
+
+    def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        self.count += 1
+        if self.count > len(self.calls):
+            raise InjectionError(self.miscounted())
+        if not self.calls[self.count - 1]:
             return function(*args, **kwargs)
-        if function is not _HIDING and self.checkpoint != running_checkpoint():
+        if self.frame is not None and self.checkpoint != running_checkpoint():
             raise InjectionError(
                 f"{self.where}: a checkpoint inside the layer computes the scores, and would recompute them without "
                 "the regularizer.\n  checkpoint the whole layer, or hook a layer inside the checkpoint."
             )
-        return self._call(function, args, kwargs)
-
-    def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
-        if function is _HIDING:
+        if function is _HIDING:  # counts as the one call inside it
+            self.count -= 1
             with self:
                 return _SHOWING(*args, **kwargs)
-        if function is _ATTENTION:
-            return self._attend(*args, **kwargs)
-        return self._normalize(function, *args, **kwargs)
+        return (self._attend if function is _ATTENTION else partial(self._normalize, function))(*args, **kwargs)
 
-    def _normalize(self, function: Any, input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        is_last = input.dim() > 1 and dim in (-1, input.dim() - 1)
-        return function(self._regularized(input) if is_last else input, dim, *args, **kwargs)
+    def miscounted(self) -> str:
+        """Say that a call of the layer is unlike the one that the regularizer knows."""
+        times = f"{'at least ' * (self.count > len(self.calls))}{self.count}"
+        return (
+            f"{self.where}: the layer called softmax or attention {times} times, and calls={self.calls} has "
+            f"{len(self.calls)}, so it is unknown which of them have scores.\n"
+            "  inject with an example that runs the layer in the same way: example_input=x\n"
+            '  flash and flex kernels hide scores: build the model with attn_implementation="sdpa" (transformers), or '
+            "call F.scaled_dot_product_attention"
+        )
+
+    def _normalize(self, function: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(self._regularized(input), *args, **kwargs)
 
     def _attend(
         self,
@@ -182,7 +190,6 @@ class ScoreMode(TorchFunctionMode):
         return _ATTENTION(query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
 
     def _regularized(self, scores: Tensor) -> Tensor:
-        self.unseen = False
         for function in self.functions:
             scores = function(scores)
         return scores

@@ -16,9 +16,10 @@ from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.measurement import Record, dropped_elements, require_values
 from hookdrop.injection.sinks import AttributeSink, ObservedRate
-from hookdrop.survey.drop_rates import ATTENTION, DROPS, RECURRENT, DropRate, active_rate, known_drop_rates
+from hookdrop.survey.drop_rates import ATTENTION, DropRate, active_rate, known_drop_rates
 from hookdrop.survey.facts import survey
 from hookdrop.survey.isolation import forked_rng
+from hookdrop.survey.ops import DROPOUTS, RECURRENT
 from hookdrop.survey.sampling import Runners, runners_of
 from hookdrop.survey.trace import Op
 from hookdrop.utils.errors import InjectionError
@@ -127,7 +128,7 @@ class _Seen(TorchFunctionMode):
 
         if sink in self.modules or not _drops(op):
             pass
-        elif op.name in DROPS:
+        elif op.name in DROPOUTS:
             _measure(sink, partial(call, sink.value), args[0])
         else:  # inside a fused operation, which is measured by its result
             x = first_tensor(args)
@@ -142,7 +143,7 @@ def _drops(op: Op) -> bool:
     """Whether a function that gets a rate drops at it."""
     if op.name in RECURRENT:  # its flag follows the rate
         return any(isinstance(rate, ObservedRate) and flag for rate, flag in pairwise(op.args))
-    return (op.name in DROPS or op.name in ATTENTION) and bool(active_rate(op))
+    return (op.name in DROPOUTS or op.name in ATTENTION) and bool(active_rate(op))
 
 
 def _measure(sink: AttributeSink, drop: Callable[[Tensor], Tensor], x: Tensor) -> None:

@@ -16,6 +16,7 @@ from hookdrop.injection.spec import InjectionSpec
 from hookdrop.regularizers import Regularizer, at_rate, rate_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import LayerError, ShapeError
+from hookdrop.utils.select import no_hooks, overrides_call
 from hookdrop.utils.tables import counted, html_table, shape_text, text_table
 from hookdrop.utils.tensor_tree import TensorKey
 
@@ -139,6 +140,8 @@ def inspect_forward(plan: Plan, example: Any) -> None:
     for site, observed in zip(plan.sites, seen, strict=True):
         _inspect_site(site, observed, shape_warnings, is_batched)
         if site.calls == 0 and site.name in plan.exact:
+            if overrides_call(site.module):
+                raise LayerError(f"{site.name or 'the model'}: {no_hooks(site.module)}")
             raise LayerError(
                 f"{site.name!r} ({site.type}) is not called in the forward pass: a hook on it never fires.\n"
                 "  it is unused, or only its submodules or weights are used: hook its submodules, or the next layer."

@@ -28,10 +28,12 @@ from hookdrop.utils.select import (
     excluded_names,
     has_forward,
     layers_by_name,
+    no_hooks,
     select,
     values_by_entry,
 )
 from hookdrop.utils.tables import counted, some
+from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.validation import number
 
 if TYPE_CHECKING:
@@ -100,7 +102,7 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
                 f"{layer.name!r} matches more than one key of the mapping: {keys}.\n  give each layer one regularizer."
             )
         chosen = regularizers[indices[0] if len(regularizers) > 1 else 0]
-        plan.sites.append(site := _site(plan.root, layer, chosen, plan.spec, survey))
+        plan.sites.append(site := _site(plan.root, layer, chosen, plan.spec.at, plan.spec.tensor, survey))
         if site.at == "parameters":
             hidden[site.name] = site.module
     if hidden:
@@ -142,21 +144,21 @@ def _hookable(plan: Plan, selection: Selection) -> list[Layer]:
 
 
 def _site(
-    root: nn.Module, layer: Layer, regularizer: Regularizer, spec: InjectionSpec, survey: LazySurvey | None
+    root: nn.Module, layer: Layer, regularizer: Regularizer, at: str, tensor: TensorKey, survey: LazySurvey | None
 ) -> PlannedSite:
     """Return the site of one layer. Some regularizers have only one place, and read settings from the model."""
-    at, reading = regularizer.only_at or spec.at, ""
-    if spec.at == "input" != at:
+    place, reading = regularizer.only_at or at, ""
+    if at == "input" != place:
         raise InjectionError(
-            f"inject: {regularizer.title} acts on the {at} of a layer, got at='input'.\n"
-            f"  remove at={', and hook the layer before' * (at == 'output')}"
+            f"inject: {regularizer.title} acts on the {place} of a layer, got at='input'.\n"
+            f"  remove at={', and hook the layer before' * (place == 'output')}"
         )
-    if "parameters" in (spec.at, at):
+    if "parameters" in (at, place):
         from hookdrop.hooks.parameter_hooks import check_parameters  # only parameters need it
 
-        reading = check_parameters(regularizer, layer.module, spec.tensor, layer.name)
-    regularizer = regularizer.for_layer(root, layer.name, at, survey)
-    return PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, at, reading=reading)
+        reading = check_parameters(regularizer, layer.module, tensor, layer.name)
+    regularizer = regularizer.for_layer(root, layer.name, place, survey)
+    return PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, place, reading=reading)
 
 
 # --- sites that a recipe chooses
@@ -167,7 +169,12 @@ def _run_recipe(plan: Plan, recipe: Recipe, lazy: LazySurvey, given: bool) -> li
     everything, name, spec = layers_by_name(plan.model), type(recipe).__name__, plan.spec
     plan.root = root = everything[""].module
     survey = cast("Survey", lazy)
-    found = [(site, site.group or site.name) for site in recipe.sites(root, survey)]
+    try:
+        found = [(site, site.group or site.name) for site in recipe.sites(root, survey)]
+    except LayerError:
+        if lazy.found is not None and not lazy.found.trace.calls:
+            raise LayerError(f"{name} sees no layers: {no_hooks(root)}") from None
+        raise
     counts = Counter((site.name, site.at, site.attribute) for site, _ in found)
     if twice := [site.label or site.name for site, _ in found if counts[site.name, site.at, site.attribute] > 1]:
         raise InjectionError(
@@ -180,7 +187,8 @@ def _run_recipe(plan: Plan, recipe: Recipe, lazy: LazySurvey, given: bool) -> li
     if not chosen:
         raise LayerError(f"`exclude` removes every site of {name} ({len(found)}): nothing is left.")
     groups = recipe.groups(root, survey, [site for site, _ in chosen])
-    wanted = recipe.p_scale if spec.p_scale is None else spec.p_scale
+    by_recipe = recipe.p_scale if len(groups) > 1 else None  # a model of one block has the rate that was asked for
+    wanted = by_recipe if spec.p_scale is None else spec.p_scale
     scales = [1.0] * len(groups) if wanted is None else rate_factors([everything[one] for one in groups], wanted)
     factors = dict(zip(groups, scales, strict=True))
     facts = lazy if given or lazy.found is not None else None
@@ -207,8 +215,7 @@ def _recipe_site(root: nn.Module, layer: Layer, site: RecipeSite, survey: LazySu
     if site.regularizer is None:
         planned = PlannedSite(layer.name, type(layer.module).__name__, layer.module, None, "attribute", target=site.p)
     else:
-        spec = InjectionSpec(site.regularizer, site.name, at="input" if site.at == "skip" else "output")
-        planned = _site(root, layer, site.regularizer, spec, survey)
+        planned = _site(root, layer, site.regularizer, "input" if site.at == "skip" else "output", None, survey)
         planned.at = site.at or planned.at
     planned.name, planned.branch, planned.attribute = site.label or planned.name, site.branch, site.attribute
     return planned

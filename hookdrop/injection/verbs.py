@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +34,14 @@ from hookdrop.injection.spec import InjectionSpec, PScale, Regularizers, check_r
 from hookdrop.recipes.base import Recipe
 from hookdrop.regularizers import Regularizer
 from hookdrop.schedules import ConstantSchedule, Schedule
-from hookdrop.utils.errors import InjectionError, nothing_placed, warn
+from hookdrop.utils.errors import HookdropError, InjectionError, nothing_placed, warn
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import Entries, named_layers, select
 from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey
 
 if TYPE_CHECKING:
+    from hookdrop.survey.facts import Survey
     from hookdrop.survey.tree import Layers
 
 _CONSTANT = ConstantSchedule()
@@ -160,7 +161,7 @@ def _plan(model: nn.Module, regularizer: Any, given: tuple[Any, ...], total_step
     return make_plan(model, spec, total_steps, example)
 
 
-def layers(model: nn.Module, example_input: Any = None, *, only: Entries = "**") -> Layers:
+def layers(model: nn.Module, example_input: Any = None, *, only: Entries | None = None) -> Layers:
     """Show the layers of a model, and what fits each: what a forward of the example does there.
 
     Printing the result shows a tree, in which equal blocks are one row, such as `blocks.*.mlp`. Each entry of its first
@@ -171,7 +172,8 @@ def layers(model: nn.Module, example_input: Any = None, *, only: Entries = "**")
         example_input: a tensor, a tuple of arguments or a dict of keyword arguments. None uses the input size of timm,
             the `dummy_inputs` of transformers, or an assumed image; without any of them, only names and types are
             shown.
-        only: the layers to show; takes the same entries as `layers` of `inject`.
+        only: the layers to show; takes the same entries as `layers` of `inject`. None shows all of them, and the model
+            itself if something fits it, or if it is one layer.
 
     Returns:
         A list of one entry for each layer, with `name`, `type`, `shape`, `calls`, `fits` and `rates`.
@@ -195,17 +197,41 @@ def layers(model: nn.Module, example_input: Any = None, *, only: Entries = "**")
     from hookdrop.survey.tree import Layers, layer_facts
 
     compiling.raise_if_tracing("layers()")
-    chosen = [layer.name for layer in select(model, only, source="`only`").layers]
-    try:
-        with hooks_removed(model):
+    known = named_layers(model) if only is None else select(model, only, source="`only`").layers
+    found: Survey | None = None
+    with hooks_removed(model):
+        with suppress(*[InjectionError] * (example_input is None)):
             found = survey(model, example_input)
-            every = layer_facts(named_layers(model), found)
-            example = f"example: {found.example.source}"
-    except InjectionError:
-        if example_input is not None:
-            raise
-        every, example = layer_facts(named_layers(model), None), "pass example_input=x for shapes, calls and what fits"
-    return Layers(every, chosen, f"layers of {type(unwrapped(model)).__name__}, {example}")
+        every = layer_facts(named_layers(model), found)
+    if only is None and len(every) > 1 and not every[0].fits:
+        known = known[1:]
+    chosen, recipes = {layer.name: layer.module for layer in known}, list[str]()
+    example = "pass example_input=x for shapes, calls and what fits"
+    if found is not None:
+        example, recipes = f"example: {found.example.source}", _recipes_to_try(model, example_input, {*chosen.values()})
+    return Layers(every, chosen, f"layers of {type(unwrapped(model)).__name__}, {example}", recipes)
+
+
+_TO_TRY = (
+    ("dropblock_detector(p=0.1, parts='both')", "dropblock_unet(p=0.1)", "dropblock_resnet(p=0.1, block_size=7)"),
+    *(("stochastic_depth(p=0.1)",), ("layer_drop(p=0.1)",), ("head_dropout(p=0.1)",), ("drop_key(p=0.1)",)),
+    *(("neftune(alpha=5)",), ("set_dropout()",)),
+)
+"""Recipes for `layers` to plan; of several for one purpose the first that fits, the most special first. Not
+`patch_dropout`, whose plan runs the model with values."""
+
+
+def _recipes_to_try(model: nn.Module, example: Any, chosen: Collection[nn.Module]) -> list[str]:
+    """Return the recipes whose plan has a site among the chosen layers with a rate above 0."""
+    found = []
+    for texts in _TO_TRY:
+        for text in texts:
+            with suppress(HookdropError, ValueError):
+                sites = make_plan(model, InjectionSpec(text), example_input=example).sites
+                if any(site.p and site.module in chosen for site in sites):
+                    found.append(text)
+                    break
+    return found
 
 
 @contextmanager
@@ -304,6 +330,10 @@ def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSi
         from hookdrop.hooks.branch_hooks import SkipHook, SubsetHook
 
         return SkipHook(*settings, site.branch) if site.at == "skip" else SubsetHook(*settings, "input")
+    if "layer_input" in site.regularizer.needs:
+        from hookdrop.hooks.layer_hook import LayerHook
+
+        return LayerHook(*settings, site.at)
     if site.at == "scores":
         from hookdrop.hooks.score_hooks import ScoreHook
 

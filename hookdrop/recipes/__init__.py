@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hookdrop.recipes.base import Recipe, RecipeSite
     from hookdrop.recipes.branches import layer_drop, residual_dropout, stochastic_depth
-    from hookdrop.recipes.dropblock import dropblock_detector, dropblock_resnet, dropblock_unet, timm_dropblock
+    from hookdrop.recipes.dropblock import dropblock_detector, dropblock_resnet, dropblock_unet
     from hookdrop.recipes.model_dropout import set_dropout
     from hookdrop.recipes.tokens import drop_key, head_dropout, neftune, patch_dropout
 
@@ -27,7 +27,6 @@ __all__ = [
     "residual_dropout",
     "set_dropout",
     "stochastic_depth",
-    "timm_dropblock",
 ]
 RECIPE_NAMES = tuple(name for name in __all__ if name not in ("Recipe", "RecipeSite"))
 

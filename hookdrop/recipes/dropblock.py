@@ -1,10 +1,9 @@
-"""DropBlock with the placements of papers and of timm, in classifiers, detectors and segmentation networks."""
+"""DropBlock with the placements of papers, in classifiers, detectors and segmentation networks."""
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,7 +13,6 @@ from hookdrop.regularizers import DropBlock
 from hookdrop.survey.convs import ConvBlock, conv_nets, map_convs, pyramid_levels
 from hookdrop.survey.facts import Survey, survey
 from hookdrop.utils.errors import InjectionError, LayerError
-from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import some
 from hookdrop.utils.validation import one_of
 
@@ -164,7 +162,7 @@ class dropblock_unet(Recipe):
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         trace = survey.trace
-        if all(len(node.shape) < 3 for node in trace.calls[0].outputs):
+        if all(len(node.shape) < 3 for node in trace.outputs):
             raise LayerError(
                 f"dropblock_unet: {type(model).__name__} returns no maps, so it is not a segmentation network.\n"
                 "  for a classifier: dropblock_resnet(p=0.1)"
@@ -199,73 +197,3 @@ def _no_layers(recipe: Recipe, model: nn.Module, wanted: str) -> LayerError:
     """Return the error for a model without a site."""
     fact = f"{type(recipe).__name__} found no matching layer in {type(model).__name__}: it looks for {wanted}."
     return LayerError(fact + _YOURSELF)
-
-
-@dataclass(frozen=True)
-class timm_dropblock(Recipe):
-    """DropBlock with the sites, block sizes and rates of `timm.create_model(..., drop_block_rate=p)`.
-
-    Each block of the last two stages has one site: block size 5 at a quarter of the rate, then block size 3. The model
-    is one of timm that accepts `drop_block_rate` (ResNet, ResNeXt, SE- and ECA-ResNet, Res2Net, ResNeSt, SKNet, and
-    most byobnet models), built without it.
-
-    Args:
-        p: timm's `drop_block_rate`, the drop probability of the last stage.
-
-    Raises:
-        LayerError: the model has no such site.
-        InjectionError: the model was built with `drop_block_rate`, or torch.fx traced it.
-
-    Example:
-        >>> import timm
-        >>> from hookdrop import inject
-        >>> drop = inject(timm.create_model("resnet18"), timm_dropblock(p=0.1))
-        >>> [(site.name, site.p) for site in drop.sites]  # doctest: +NORMALIZE_WHITESPACE
-        [('layer3.0.drop_block', 0.025), ('layer3.1.drop_block', 0.025),
-         ('layer4.0.drop_block', 0.1), ('layer4.1.drop_block', 0.1)]
-    """
-
-    p: float = 0.1
-
-    def __post_init__(self) -> None:
-        DropBlock(self.p)
-
-    def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        found = list(_timm_sites(model))
-        if not found:
-            raise _no_layers(self, model, "the modules that timm's drop_block_rate replaces")
-        return [
-            RecipeSite(name, DropBlock(self.p * gamma_scale, block_size), group=block)
-            for block, name, (block_size, gamma_scale) in found
-        ]
-
-
-_TIMM = {-2: (5, 0.25), -1: (3, 1.0)}
-"""timm's block size and gamma scale for the last two stages of a ResNet."""
-_TIMM_PLACES = (
-    *(r"conv\d\.drop", r"conv\d\.paths\.\d+\.bn\.drop", "drop_block"),
-    *(r"conv2_kxk\.bn\.drop", r"conv1_kxk\.bn\.drop", r"conv_kxk\.bn\.drop"),
-)
-"""The modules of a block that timm's `drop_block_rate` replaces, by their names in timm; the first that a block has."""
-
-
-def _timm_sites(model: nn.Module) -> Iterator[tuple[str, str, tuple[int, float]]]:
-    """Yield (block, name, settings) of each module that `drop_block_rate` replaces; an Identity without it."""
-    modules = {layer.name: layer.module for layer in named_layers(model)}
-    for block, part in modules.items():
-        stage = re.fullmatch(r"(?:.*\.)?(?:layer([34])|stages\.(\d+))\.\d+", block)
-        if not stage or hasattr(part, "transformer"):  # MobileViT's outer convolutions have no site
-            continue
-        count = len(list(modules[block.rsplit(".", 2)[0]].children())) if stage[2] else 5
-        settings = _TIMM.get(int(stage[1] or stage[2]) - count)
-        if settings is None:
-            continue
-        inside = [name for name, _ in part.named_modules()]
-        places = ([name for name in inside if re.fullmatch(place, name)] for place in _TIMM_PLACES)
-        for place in next(filter(None, places), []):
-            if type(part.get_submodule(place)).__name__ == "DropBlock2d":
-                raise InjectionError(
-                    f"timm_dropblock: the model already has it: {block}.{place} is a DropBlock2d.\n"
-                    "  build the model with drop_block_rate=0.0"
-                )
-            yield block, f"{block}.{place}", settings

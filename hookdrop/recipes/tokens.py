@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -43,31 +43,30 @@ class head_dropout(Recipe):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         found = {name: heads for name, heads in survey.heads.items() if not isinstance(heads, str)}
         if not found:
-            reasons = [f"\n  {name!r}: {reason}" for name, reason in list(survey.heads.items())[:3]]
-            raise LayerError(
-                f"head_dropout found no layer of {type(model).__name__} whose input is attention heads side by side."
-                + "".join(reasons)
-            )
+            fact = f"head_dropout found no layer of {type(model).__name__} whose input is attention heads side by side."
+            raise LayerError("\n  ".join([fact, *_skipped("head_dropout", survey.heads)]))
         return [
             RecipeSite(name, HeadDropout(self.p, heads.count, interleaved=heads.interleaved))
             for name, heads in found.items()
         ]
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
-        refused = {name: reason for name, reason in survey.heads.items() if isinstance(reason, str)}
-        reason = next(iter(refused.values()), None)
-        return (
-            [f"head_dropout skips {some(list(refused))}, whose heads it cannot separate: {reason}."] if reason else ()
-        )
+        return _skipped("head_dropout", survey.heads)
+
+
+def _skipped(recipe: str, found: Mapping[str, Any]) -> list[str]:
+    """Return a warning about the layers that are no sites, with the first reason."""
+    refused = {name: reason for name, reason in found.items() if isinstance(reason, str)}
+    return [f"{recipe} skips {some([*refused])}: {next(iter(refused.values()))}."] if refused else []
 
 
 @dataclass(frozen=True)
 class drop_key(Recipe):
     """DropKey: drop keys before the softmax of every attention layer, less in deeper ones.
 
-    Li et al. 2022, arXiv:2208.02646. The sites are the innermost modules that compute attention, which running the
-    model shows; their first call gives their order. Rates fall from p at the first to p / L at the last of L sites;
-    `inject(..., p_scale="equal")` gives all sites `p`.
+    Li et al. 2022, arXiv:2208.02646. The sites are the innermost modules that compute attention over positions, which
+    running the model shows; their first call gives their order. Rates fall from p at the first to p / L at the last of
+    L sites; `inject(..., p_scale="equal")` gives all sites `p`.
 
     Args:
         p: probability of dropping a key in the first layer, in [0, 1).
@@ -87,12 +86,15 @@ class drop_key(Recipe):
     p_scale: ClassVar[str | None] = "depth_reversed"
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        if not survey.scores:
-            raise LayerError(
-                f"drop_key found no layer of {type(model).__name__} that computes attention in a way that hooks can "
-                'see.\n  transformers: build the model with attn_implementation="sdpa"'
-            )
-        return [RecipeSite(name, DropKey(self.p)) for name in survey.scores]
+        found = [name for name, scores in survey.scores.items() if not isinstance(scores, str)]
+        if not found:
+            fact = f"drop_key found no layer of {type(model).__name__} that computes attention that hooks can see."
+            fix = 'transformers: build the model with attn_implementation="sdpa"'
+            raise LayerError("\n  ".join([fact, fix, *_skipped("drop_key", survey.scores)]))
+        return [RecipeSite(name, DropKey(self.p)) for name in found]
+
+    def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
+        return _skipped("drop_key", survey.scores)
 
 
 @dataclass(frozen=True)

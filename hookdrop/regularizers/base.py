@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.regularizers.samples import SamplePlace
-from hookdrop.utils.errors import InjectionError, ShapeError
+from hookdrop.utils.errors import InjectionError, LayerError, ShapeError
 from hookdrop.utils.settings import NamedArguments, init_parameters, settings_text
 from hookdrop.utils.validation import as_rate_tensor, floating, rate
 
@@ -102,7 +102,8 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     needs: Sequence[str] = ()
     """What a hook passes to `regularize` by keyword, from the same call:
 
-    * `"layer_input"`: the input of the layer;
+    * `"layer_input"`: the argument of the layer that its attribute `argument` names, or the only tensor among the
+      arguments with the shape of the output, or else the first;
     * `"attention_mask"`: that of the innermost module around the layer that takes one, or None;
     * `"start"`: the value that the parameter had at the injection, for `at="parameters"`;
     * `"samples"`: the `SampleRows` of the tensor, according to the attribute `samples`;
@@ -111,6 +112,9 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
 
     samples: SamplePlace | None = None
     """Where the samples of the batch are in the tensor; None: each row of axis 0 is one."""
+
+    argument: str | None = None
+    """The name of the argument that `"layer_input"` means; None where only one can be meant."""
 
     only_at: str | None = None
     """`"output"`, `"input"`, `"parameters"` or the attention `"scores"` inside a layer, if it is only meaningful there;
@@ -154,8 +158,14 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
             survey: what running the model shows (`hookdrop.survey`); None without an example.
 
         Raises:
-            LayerError: it does not support the layer.
+            LayerError: it does not support the layer, or needs samples in axis 0, and the example has them elsewhere.
         """
+        by_row = self.axes.startswith("N ") and getattr(self, "time_dim", 1) != 0
+        if by_row and survey is not None and (reason := survey.why_not_first(name, at)):
+            raise LayerError(
+                f"{self.title} at {name!r} takes each row of axis 0 for a sample, but its samples are not: {reason}.\n"
+                "  use a regularizer that needs no samples: Dropout(p=...)   if axis 0 is right: omit example_input"
+            )
         return self
 
     def check(self, shape: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from torch.compiler import is_compiling
 from hookdrop.kernels import custom_ops, drawing
 from hookdrop.regularizers.base import BELOW_1, DropRegularizer, Rate, Regularizer
 from hookdrop.utils import torch_internals as internals
-from hookdrop.utils.errors import LayerError
+from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.tables import some
 
 _MASKED = 100.0
@@ -70,17 +71,21 @@ class DropKey(DropRegularizer):
     Each sample, head and query has its own draw. The softmax renormalizes, so that the weights of the other keys sum to
     1, and nothing is scaled. A query whose keys would all be dropped keeps them all. Masked keys stay masked.
 
-    Hook a module that computes attention (`attn`, `self_attn`, ...): every softmax over the last axis and every
-    `scaled_dot_product_attention` inside its call is regularized. Other kernels hide the scores, and raise an error.
+    Hook the innermost module that computes attention (`attn`, `self_attn`, ...): a softmax, or a
+    `scaled_dot_product_attention`, that weighs positions. Other kernels hide the scores.
 
     Args:
         p: probability of dropping a key, in [0, 1).
+        calls: which calls of softmax, `scaled_dot_product_attention` and `multi_head_attention_forward` in one call of
+            the module have the scores, in the order of execution. `inject` finds this with `example_input=`.
         keep_prob: 1 - p, instead of `p`.
 
     Shape: scores (..., L, S) of L queries and S keys.
 
     Raises:
-        InjectionError: a call of the module computes no scores, or computes them inside an activation checkpoint.
+        InjectionError: in `inject`, without an example and `calls`; in forward, if the module makes another number of
+            calls, or computes the scores inside an activation checkpoint.
+        LayerError: in `inject` with an example, if the module computes no attention itself.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -97,11 +102,30 @@ class DropKey(DropRegularizer):
     independent_samples = True
     regularize = staticmethod(drop_key)
 
+    def __init__(
+        self, p: float | None = None, *, calls: Sequence[bool] | None = None, keep_prob: float | None = None
+    ) -> None:
+        super().__init__(p, keep_prob=keep_prob)
+        if calls is not None and not (isinstance(calls, list | tuple) and all(isinstance(one, bool) for one in calls)):
+            raise TypeError(f"DropKey: calls must be None or a tuple of bools, got {calls!r}.")
+        self.calls = None if calls is None else tuple(calls)
+
     def for_layer(self, model: nn.Module, name: str, at: str = "scores", survey: Any = None) -> Regularizer:
-        if survey is not None and name in survey.layers and survey.scores_in(name) is None:
-            others = f"\n  layers that do: {some([*survey.scores])}" if survey.scores else ""
-            raise LayerError(f"DropKey at {name!r}: it computes no attention that a hook can see.{others}")
-        return self
+        if self.calls is not None:
+            return self
+        if survey is None:
+            raise InjectionError(
+                f"DropKey at {name!r} needs an example, to see which softmax of the layer belongs to attention.\n"
+                "  pass one: inject(model, DropKey(p=...), layers=..., example_input=x)"
+            )
+        found = survey.scores.get(name, "it computes no attention that a hook can see")
+        if isinstance(found, str) and name in survey.layers:
+            others = [one for one, scores in survey.scores.items() if not isinstance(scores, str)]
+            more = f"\n  layers that do: {some(others)}" if others else ""
+            raise LayerError(f"DropKey at {name!r}: {found}.{more}")
+        twin = copy.deepcopy(self)
+        twin.calls = () if isinstance(found, str) else found.calls  # the plan reports layers that are never called
+        return twin
 
     def reading(self, shape: Sequence[int]) -> str:
         return f"L={shape[-2]} S={shape[-1]}"

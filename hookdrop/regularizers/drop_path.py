@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import BELOW_1, DropRegularizer, P, Rate
-from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
+from hookdrop.regularizers.samples import CHOOSE_PLACE, SamplePlace, SampleRows, place_text, rows_in_call, sample_place
 from hookdrop.utils.errors import InjectionError, LayerError, ShapeError
 from hookdrop.utils.torch_internals import BatchNorm
 from hookdrop.utils.validation import one_of
@@ -146,14 +146,13 @@ class DropPath(DropRegularizer):
             raise LayerError(
                 f"DropPath(mode={self.mode!r}) at {name!r} draws for each sample, but the samples are not its rows: "
                 f"{found}.\n"
-                '  draw once for the batch: DropPath(p=..., mode="batch")'
+                f'  draw once for the batch: DropPath(p=..., mode="batch")   {CHOOSE_PLACE}'
             )
         return self if found.argument is None else DropPath(self.p, scale=self.scale, samples=found.argument)
 
     def reading(self, shape: Sequence[int]) -> str:
         if self.samples is not None:
-            module, axis, _ = self.samples
-            return f"{shape[axis]} rows on axis {axis}, N from {module!r}" if module is not None else f"N={shape[axis]}"
+            return place_text(self.samples, shape)
         if self.mode != "subset":
             return f"N={shape[0]}"
         kept = _kept(shape[0], self.p)
@@ -199,14 +198,17 @@ class LayerDrop(DropRegularizer):
 
     Args:
         p: probability of skipping the layer, in [0, 1).
+        argument: the name of the argument that a skipped layer returns. `inject` finds it with `example_input=`: the
+            output is this argument plus residual branches. None: the only argument with the shape of the output.
         keep_prob: 1 - p, instead of `p`.
 
     Shape: any; the layer's output has the shape of its input.
 
     Raises:
-        LayerError: in `inject` with an example, if the layer is a residual branch, such as `mlp`.
+        LayerError: in `inject` with an example, if the layer is a residual branch, such as `mlp`, or has several
+            residual streams.
         ShapeError: in forward, if the layer changes the shape.
-        InjectionError: in forward, if the layer fills a KV cache.
+        InjectionError: in forward, if the layer fills a KV cache, or several arguments have the shape of the output.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -221,13 +223,37 @@ class LayerDrop(DropRegularizer):
     only_at = "output"
     needs = ("layer_input",)
 
+    def __init__(self, p: float | None = None, *, argument: str | None = None, keep_prob: float | None = None) -> None:
+        super().__init__(p, keep_prob=keep_prob)
+        if not isinstance(argument, str | None):
+            raise TypeError(f"LayerDrop: argument must be the name of an argument of the layer, got {argument!r}.")
+        self.argument = argument
+
     def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> LayerDrop:
-        if survey is not None and any(branch.end == name for branch in survey.branches):
+        if survey is None:
+            return self
+        if any(branch.end == name for branch in survey.branches):
             raise LayerError(
                 f"LayerDrop at {name!r}: this is a residual branch. Skipped, it would add its input to the stream.\n"
                 "  hook the whole layer, or drop the branch: DropPath(p=...)"
             )
-        return self
+        streams = survey.streams(name)
+        if len(streams) > 1:
+            raise LayerError(
+                f"LayerDrop at {name!r}: the layer has {len(streams)} residual streams, and it would skip the branches "
+                "of the first only.\n  drop the branches: DropPath(p=...)"
+            )
+        arguments = next(iter(streams), [])
+        if self.argument is not None or not arguments:
+            return self
+        if len(arguments) > 1:
+            raise LayerError(
+                f"LayerDrop at {name!r}: the output is a sum of several arguments and of residual branches.\n"
+                f"  name the one that a skipped layer returns: LayerDrop(p=..., argument={arguments[0]!r})   "
+                f"arguments: {', '.join(arguments)}"
+            )
+        several = any(len({x for x in call.inputs if x.fits}) > 1 for call in survey.layers[name])
+        return LayerDrop(self.p, argument=arguments[0]) if several else self
 
     def regularize(self, x: Tensor, rate: Any, layer_input: Tensor | None = None) -> Tensor:
         if layer_input is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hookdrop.kernels.random_numbers import rand
 from hookdrop.regularizers.base import BELOW_1, DropRegularizer, Rate
-from hookdrop.regularizers.samples import SamplePlace, SampleRows, rows_in_call, sample_place
+from hookdrop.regularizers.samples import CHOOSE_PLACE, SamplePlace, SampleRows, place_text, rows_in_call, sample_place
 from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.validation import count, one_of
 
@@ -147,7 +147,9 @@ class HeadDropout(DropRegularizer):
         if samples is None:
             place = survey.samples(name, "input")
             if isinstance(place, str):
-                raise LayerError(f"{where} draws for each sample, but the samples are unknown: {place}.")
+                raise LayerError(
+                    f"{where} draws for each sample, but the samples are unknown: {place}.\n  {CHOOSE_PLACE}"
+                )
             samples = place.argument
         return HeadDropout(self.p, found.count, interleaved=found.interleaved, samples=samples)
 
@@ -158,7 +160,8 @@ class HeadDropout(DropRegularizer):
     def reading(self, shape: Sequence[int]) -> str:
         assert self.heads is not None
         order = " (d H)" if self.interleaved else ""
-        return f"H={self.heads} d={shape[-1] // self.heads}{order}"
+        place = f", {place_text(self.samples, shape)}" if self.samples else ""
+        return f"H={self.heads} d={shape[-1] // self.heads}{order}{place}"
 
     def regularize(self, x: Tensor, rate: Any, samples: SampleRows | None = None) -> Tensor:
         if self.heads is None:

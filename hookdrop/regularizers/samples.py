@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -53,6 +54,17 @@ def sample_place(value: object, owner: str) -> SamplePlace | None:
         case (str() | None as module, int() as axis, bool() as interleaved):
             return module, axis, interleaved
     raise TypeError(f"{owner}: samples must be None or (module, axis, interleaved), got {value!r}.")
+
+
+CHOOSE_PLACE = "if you know the axis: samples=(None, axis, False)"
+
+
+def place_text(place: SamplePlace, shape: Sequence[int]) -> str:
+    """Describe where the samples are in a tensor of this shape."""
+    module, axis, _ = place
+    return (
+        f"N={shape[axis]} on axis {axis}" if module is None else f"{shape[axis]} rows on axis {axis}, N from {module!r}"
+    )
 
 
 def rows_in_call(place: SamplePlace | None, collected: SampleRows | None) -> SampleRows:

@@ -347,13 +347,12 @@ def map_convs(trace: Trace) -> tuple[list[str], tuple[str, ...]]:
     those of the output do not count. A backbone is given by the prefix of the names of its layers.
     """
     graph = ConvGraph(trace)
-    model = trace.calls[0]
-    start = next((node for node in model.inputs if node.is_data and len(node.shape) > 2), None)
+    start = next((node for node in trace.inputs if len(node.shape) > 2), None)
     if start is None:
         return [], ()
-    path = graph.path(start, *(node for node in model.outputs if len(node.shape) > 2))
+    path = graph.path(start, *(node for node in trace.outputs if len(node.shape) > 2))
     pooled = _after_pooling(path)
-    direct = trace.path(start, model.outputs, lambda op: () if op.name in CONVS else graph.carriers(op))
+    direct = trace.path(start, trace.outputs, lambda op: () if op.name in CONVS else graph.carriers(op))
     names = []
     for conv in graph.convs(path):
         has_norm, is_activated = graph.follows(conv)

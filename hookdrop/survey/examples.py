@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,37 +26,56 @@ class Example:
     is_assumed: bool = False
     """Whether the model may expect another input."""
 
+    axis: int = 0
+    """The axis of the samples in the first tensor, 0 or 1."""
+
     @property
     def batch(self) -> int:
-        """The batch size: the first size of the first tensor."""
-        return next((len(x) for x in tensors(self.value) if x.dim() > 0), 1)
+        """The batch size: a size of the first tensor."""
+        return next((x.shape[self.axis] for x in tensors(self.value) if x.dim() > self.axis), 1)
 
     def resized(self, batch: int) -> Any:
-        """Return the input with another batch size: tensors whose first size is the batch repeat their rows."""
+        """Return the input with another batch size: tensors with an axis of that size repeat their rows."""
         rows = torch.arange(batch) % self.batch
         return self._with_batch(lambda x: x[rows.to(x.device)])
 
-    def two_samples(self) -> Any:
-        """Return the input with two samples that differ in all of their numbers, or, if they are integers, in some."""
-        generator = torch.Generator().manual_seed(0)
+    def varied(self, rows: Sequence[int]) -> Any:
+        """Return the input with these of several samples, which differ in all or, if integers, in some numbers."""
+        generator, order = torch.Generator().manual_seed(0), itertools.count()
 
         def vary(x: Tensor) -> Tensor:
-            first, second = x[0], x[-1]
+            x, is_first = x[torch.arange(max(rows) + 1, device=x.device) % len(x)], next(order) == 0
             if x.is_floating_point():
-                noise = torch.randn(first.shape, generator=generator).to(x)
-                second = second + noise * (1.0 if first.numel() < 2 or not first.std() else first.std())
-            elif first.dim() > 0 and torch.equal(first, second):
-                second = first.roll(1, -1)
-            return torch.stack([first, second])
+                scale = 1.0 if x[0].numel() < 2 or not x[0].std() else x[0].std()
+                x = x + torch.randn(x.shape, generator=generator).to(x) * scale
+            elif x.dim() > 1 and (x[1:] == x[:-1]).flatten(1).all(1).any():
+                x = torch.stack([row.roll(number, -1) for number, row in enumerate(x)])
+            if is_first and x.dtype != torch.bool and torch.equal(x[1:], x[:-1]):  # such as zeros in place of tokens
+                x[1::2] = int(not x.any())
+            return x[list(rows)]
 
         return self._with_batch(vary)
 
+    def one_replaced(self) -> tuple[Any, Any, int, int]:
+        """Return the input with different samples, the same with one of them replaced, its index, and their number.
+
+        There are few samples, unless integers might be indices of those that are left out.
+        """
+        given = tensors(self.value)
+        has_indices = len(given) > 1 and not all(x.is_floating_point() for x in given)
+        size = self.batch if has_indices and self.batch > 1 else 3
+        index = (size - 1) // 2
+        rows = [*range(size)]
+        return self.varied(rows), self.varied([*rows[:index], index + 1, *rows[index + 1 :]]), index, size
+
     def _with_batch(self, fn: Callable[[Tensor], Tensor]) -> Any:
-        """Apply `fn` to the tensors whose first size is the batch."""
+        """Apply `fn` to the tensors with the batch on the axis of the first one, or on the other, as in masks."""
         size = self.batch
 
         def change(leaf: Any) -> Any:
-            return fn(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == size else leaf
+            sizes = leaf.shape[:2] if isinstance(leaf, Tensor) else ()
+            axes = [axis for axis in (self.axis, 1 - self.axis) if sizes[axis : axis + 1] == (size,)]
+            return fn(leaf.movedim(axes[0], 0)).movedim(0, axes[0]) if axes else leaf
 
         return map_leaves(self.value, change)
 

@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals
 from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
 from hookdrop.survey.examples import Example, examples, fault_of
-from hookdrop.survey.heads import Heads, find_heads, find_scores
-from hookdrop.survey.isolation import forked_rng
-from hookdrop.survey.layers import LayerCalls, find_skippable, layer_calls
-from hookdrop.survey.samples import PLACES, Samples, growing_axis, row_orders
+from hookdrop.survey.heads import Heads, Scores, find_heads, find_scores
+from hookdrop.survey.isolation import forked_rng, other_hooks
+from hookdrop.survey.layers import LayerCalls, find_skippable, find_streams, layer_calls
+from hookdrop.survey.samples import Samples, Site, growing_axis, is_batched, row_orders, why_no_batch
 from hookdrop.survey.tokens import Patches, find_embedding, find_patches, removable_patches
 from hookdrop.survey.trace import Call, Trace, record
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import TensorKey, map_leaves
+
+NOT_RESIZED = "the model does not run on the example"
 
 
 class Survey:
@@ -38,6 +40,8 @@ class Survey:
         self.trace = trace
         """The forward with the batch size of the example."""
         self._tokens: dict[str, Patches | str] = {}
+        self._resized: dict[int, tuple[Trace, Trace]] = {}
+        self._orders: dict[int, dict[Site, bool | str]] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -62,44 +66,70 @@ class Survey:
             return find_heads(self.trace)
 
     @cached_property
-    def scores(self) -> Mapping[str, list[tuple[int, ...]]]:
-        """The innermost modules that compute attention, in the order of execution, with the shapes of the scores."""
-        return find_scores(self.trace)
+    def scores(self) -> Mapping[str, Scores | str]:
+        """The scores by the innermost module that computes attention, in the order of execution.
 
-    def scores_in(self, name: str) -> list[tuple[int, ...]] | None:
-        """Return the shapes of all scores that a layer or a layer inside it computes; None if there is no attention."""
-        inside = [shapes for one, shapes in self.scores.items() if f".{one}.".startswith(f".{name}." if name else ".")]
-        return [shape for shapes in inside for shape in shapes] if inside else None
+        Other modules that multiply the result of a softmax have the reason why they have none.
+        """
+        with forked_rng():
+            return find_scores(self.trace)
 
     def samples(self, name: str, at: str = "output") -> Samples | str:
         """Return where the samples of the batch are in the first tensor of a layer, or why this is unknown."""
+        if isinstance(axis := self.batch_axis, str):
+            return axis
         try:
-            found = growing_axis(*self._two_and_three, name, at)
+            found = growing_axis(*self._two_and_three(axis), name, at)
             if isinstance(found, str) or found.per_sample == 1:
                 return found
-            interleaved = self._row_orders[name, at, found.axis]
+            interleaved = self._row_orders(axis)[name, at]
         except InjectionError:
-            return "the model does not run on the example with 2 and 3 samples"
+            return f"{NOT_RESIZED} with 2 and 3 samples"
         return interleaved if isinstance(interleaved, str) else replace(found, interleaved=interleaved)
 
-    @cached_property
-    def _two_and_three(self) -> tuple[Trace, Trace]:
-        """The forward passes with two and with three samples."""
-        two, three = (self._with_batch(size) for size in (2, 3))
-        return two, three
+    def why_not_first(self, name: str, at: str = "output") -> str:
+        """Return why a layer does not have one sample in each row of axis 0, as far as the example says."""
+        if self.batch_axis == 0 or name not in self.layers:
+            return ""
+        found = self.samples(name, at)
+        return "" if found == Samples() else str(found)
 
-    def _with_batch(self, size: int) -> Trace:
-        if size == self.example.batch:
+    @cached_property
+    def batch_axis(self) -> int | str:
+        """The axis of the example with the samples, 0 or 1, or why there is none. Without values, it is 0."""
+        if is_batched(self.trace) or any(parameter.is_meta for parameter in self.model.parameters()):
+            return 0
+        reasons = []
+        for axis in (0, 1):
+            try:
+                reason = why_no_batch(self._row_orders(axis), *self._two_and_three(axis))
+            except InjectionError:
+                reason = f"{NOT_RESIZED} with 2 and 3 rows there"
+            if not reason:
+                return axis
+            reasons.append(f"axis {axis}: {reason}")
+        return f"no axis of the example has independent samples ({'; '.join(reasons)})"
+
+    def _two_and_three(self, axis: int) -> tuple[Trace, Trace]:
+        """The forward passes with two and with three samples on an axis of the example."""
+        if axis not in self._resized:
+            two, three = (self._with_batch(axis, size) for size in (2, 3))
+            self._resized[axis] = two, three
+        return self._resized[axis]
+
+    def _with_batch(self, axis: int, size: int) -> Trace:
+        example = replace(self.example, axis=axis)
+        if size == example.batch:
             return self.trace
         self.forwards += not self.is_fake
-        return record(self.model, self.example.resized(size), fake=self.is_fake)
+        return record(self.model, example.resized(size), fake=self.is_fake)
 
-    @cached_property
-    def _row_orders(self) -> dict[tuple[str, str, int], bool | str]:
-        found = {(name, at): growing_axis(*self._two_and_three, name, at) for name in self.layers for at in PLACES}
-        sites = [(*key, one.axis) for key, one in found.items() if isinstance(one, Samples) and one.per_sample > 1]
-        self.forwards += 2
-        return row_orders(self.model, self.example.two_samples(), sites)
+    def _row_orders(self, axis: int) -> dict[Site, bool | str]:
+        if axis not in self._orders:
+            traces = self._two_and_three(axis)
+            self.forwards += 2
+            self._orders[axis] = row_orders(self.model, replace(self.example, axis=axis), *traces)
+        return self._orders[axis]
 
     @cached_property
     def patches(self) -> Patches | str:
@@ -116,7 +146,7 @@ class Survey:
     def _removable(self, layer: str) -> Patches | str:
         if layer not in self._tokens:
             self.forwards += 3
-            self._tokens[layer] = removable_patches(self.model, self.example.two_samples(), layer)
+            self._tokens[layer] = removable_patches(self.model, self.example.varied((0, 1)), layer)
         return self._tokens[layer]
 
     @cached_property
@@ -128,7 +158,8 @@ class Survey:
         """Return the calls of a layer, as a hook with these settings would see them."""
         calls = self.layers.get(name, [])
         if at == "scores":
-            return LayerCalls(len(calls), list(dict.fromkeys(self.scores_in(name) or ())))
+            scores = self.scores.get(name)
+            return LayerCalls(len(calls), list(dict.fromkeys(scores.shapes if isinstance(scores, Scores) else ())))
         return layer_calls(self.trace, self.residuals, calls, at, tensor)
 
     @cached_property
@@ -145,6 +176,10 @@ class Survey:
     def skippable(self) -> Mapping[str, str]:
         """The layers around residual branches, by full name; empty if one is its input plus branches, or why not."""
         return find_skippable(self.trace, self.residuals, self.branches)
+
+    def streams(self, name: str) -> list[list[str]]:
+        """Return the arguments of a layer to which branches are added, for each output that is such a sum."""
+        return find_streams(self.layers.get(name, []))
 
     @cached_property
     def _sums(self) -> tuple[list[Residual], list[Residual]]:
@@ -176,7 +211,8 @@ def survey(model: nn.Module, example_input: Any = None) -> Survey:
 
     The model runs in eval mode without gradients, and everything is restored. Its tensors have shapes but no values
     where that suffices. The result is cached until a module is replaced, a setting of one changes (its attributes that
-    are numbers or strings), or the shapes of the example or its other arguments change.
+    are numbers or strings) or a hook of other code, or the shapes of the example or its other
+    arguments change.
 
     Args:
         model: the model, possibly inside wrappers.
@@ -189,7 +225,7 @@ def survey(model: nn.Module, example_input: Any = None) -> Survey:
     """
     model = unwrapped(model)
     structure = [(layer.name, weakref.ref(layer.module), _settings(layer.module)) for layer in named_layers(model)]
-    key = structure, repr(map_leaves(example_input, _shape))
+    key = structure, [*map(id, other_hooks(model))], repr(map_leaves(example_input, _shape))
     if model not in _CACHE or _CACHE[model][0] != key:
         _CACHE[model] = key, _survey(model, example_input)
     return _CACHE[model][1]

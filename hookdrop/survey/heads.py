@@ -9,16 +9,18 @@ become 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hookdrop.survey.ops import FUSED_ATTENTION, HIDDEN_ATTENTION, PRODUCTS
+from hookdrop.survey.ops import CONVS, FUSED_ATTENTION, HIDDEN_ATTENTION, PRODUCTS, RECURRENT, SHOWN_ATTENTION, SOFTMAX
 from hookdrop.survey.replay import HiddenOperationError, replay
 from hookdrop.survey.trace import Call, Node, Op, Trace
 from hookdrop.utils.tensor_tree import map_leaves
@@ -32,6 +34,16 @@ class Heads:
     """The number H of heads; with grouped queries, of query heads."""
     interleaved: bool = False
     """Whether feature f belongs to head f % H, as in (d H), and not to head f // d, as in (H d)."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of attention that a module computes itself, and not a module inside it."""
+
+    calls: tuple[bool, ...]
+    """Which of the softmaxes and fused attentions in one call of the module have them, in the order of execution."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Their shapes (..., L, S). A function that hides its operations shows none."""
 
 
 class _NoHeadsError(Exception):
@@ -51,7 +63,9 @@ def find_heads(trace: Trace) -> dict[str, Heads | str]:
             projections.setdefault(projection[1], (projection[0].name, []))[1].append(core)
     known: dict[str, Heads | str] = {}
     for node, (layer, cores) in projections.items():
-        chain = _Chain(trace, cores, node)
+        starts = [core.outputs[0] for core in cores]
+        ops = {one.op for start in starts for one in trace.path(start, [node]) if one.op} - {*cores}
+        chain = _Chain(starts, node, ops)
         heads = known[chain.key] = known.get(chain.key) or chain.heads()
         previous = found.setdefault(layer, heads)
         if previous != heads and not isinstance(previous, str):
@@ -71,7 +85,7 @@ def _cores(trace: Trace) -> Iterator[tuple[Op, list[tuple[Node, Op]]]]:
         known = [(node, weights[node]) for node in op.inputs if node in weights]
         if op.name == FUSED_ATTENTION:
             yield op, []
-        elif op.name == "softmax":
+        elif op.name in SOFTMAX:
             weights.update(dict.fromkeys(op.outputs, op))
         elif known and op.name in PRODUCTS and not _has_weight(op):
             yield op, known
@@ -82,41 +96,86 @@ def _cores(trace: Trace) -> Iterator[tuple[Op, list[tuple[Node, Op]]]]:
 _index = operator.attrgetter("index")
 
 
-def find_scores(trace: Trace) -> dict[str, list[tuple[int, ...]]]:
-    """Return the innermost modules that compute attention, each with the shapes (..., L, S) of its scores.
-
-    A function that hides its operations shows no shapes. A softmax over another axis than the last has no scores.
-    """
-    pairs = [(op, op) for op in trace.ops if op.name in HIDDEN_ATTENTION]
+def find_scores(trace: Trace) -> dict[str, Scores | str]:
+    """Return the scores by the innermost module that computes attention, or why it has none that are clear."""
+    pairs = [(op, op) for op in trace.ops if op.name == SHOWN_ATTENTION]
     for core, known in _cores(trace):
-        pairs += [(core, core)] if core.name == FUSED_ATTENTION else []
-        pairs += [(core, softmax) for node, softmax in known if _are_weights(trace, node, softmax)]
-    found: dict[str, list[tuple[int, ...]]] = {}
+        fused = core.name == FUSED_ATTENTION
+        pairs += [(core, core)] if fused else [(core, softmax) for one, softmax in known if _are_weights(one, softmax)]
+    found: dict[Op, tuple[str, bool | str]] = {}
+    mixing, cache = {op for op in trace.ops if op.name in RECURRENT}, dict[str, bool | str]()
     for core, softmax in sorted(pairs, key=lambda pair: pair[0].index):
-        around = core.call.around() if core.call else ()
-        name = next((call.name for call in around if call.start < softmax.index), "")
-        shapes = found.setdefault(name, [])
-        if core.name == FUSED_ATTENTION:
-            query, key = (core.argument(index, name).shape for index, name in enumerate(("query", "key")))
-            shapes.append((*query[:-1], key[-2]))
-        elif core is not softmax:
-            shapes.append(softmax.inputs[0].shape)
-    return found
+        verdict = _weighs_positions(trace, core, softmax, mixing, cache)
+        mixing |= {core} if verdict is True else set()
+        if found.get(softmax, ("", False))[1] is not True:
+            around = core.call.around() if core.call else ()
+            found[softmax] = next((call.name for call in around if call.start < softmax.index), ""), verdict
+    return {name: _scores_of(trace, name, {op: one for op, (home, one) in found.items() if home == name})
+            for name in dict(found.values())}  # fmt: skip
 
 
-def _are_weights(trace: Trace, node: Node, softmax: Op) -> bool:
+def _scores_of(trace: Trace, name: str, own: dict[Op, bool | str]) -> Scores | str:
+    """Return the scores of a module, given which of its softmaxes weigh positions."""
+    counted = [op for op in trace.ops if op.name in {*SOFTMAX, FUSED_ATTENTION, SHOWN_ATTENTION}]
+    calls, *others = {tuple(own.get(op) is True for op in counted if call.start < op.index < call.end)
+                      for call in trace.calls_of[name]}  # fmt: skip
+    unclear = [one for one in own.values() if isinstance(one, str)] + ["its calls differ"] * bool(others)
+    if unclear or not any(calls):
+        return unclear[0] if unclear else "its softmax weighs no positions"
+    clear = [op for op, one in own.items() if one is True and op.name != SHOWN_ATTENTION]
+    # Fused attention has queries (..., L, d) and keys (..., S, d).
+    keys = [op.argument(1, "key").shape[-2] if op.name == FUSED_ATTENTION else op.inputs[0].shape[-1] for op in clear]
+    return Scores(calls, tuple((*op.inputs[0].shape[:-1], key) for op, key in zip(clear, keys, strict=True)))
+
+
+def _are_weights(node: Node, softmax: Op) -> bool:
     """Whether the factor of a product is the result of a softmax over the last axis, and not of what it gates."""
     weights = softmax.outputs[0]
-    if softmax.argument(1, "dim") not in (-1, len(weights.shape) - 1):
-        return False
-    if node.size == weights.size:
-        return True
-    way = trace.path(weights, [node])
-    return node.shape[:-1] == weights.shape[:-1] and not any(step.op and _has_weight(step.op) for step in way)
+    is_last = softmax.argument(1, "dim") in (-1, len(weights.shape) - 1)
+    return is_last and (node.size == weights.size or node.shape[:-1] == weights.shape[:-1])
 
 
 def _has_weight(op: Op) -> bool:
     return any(not node.is_data for node in op.inputs)
+
+
+def _weighs_positions(trace: Trace, core: Op, softmax: Op, mixing: set[Op], cache: dict[str, bool | str]) -> bool | str:
+    """Return whether the keys of attention are positions of the example, or why this is unknown.
+
+    A layer with weights treats all positions equally, and mixes features. So the values of two keys depend on different
+    parts of what the last such layer gets if the keys are positions, and on the same if they are features or experts.
+    What mixes positions hides this: other attention and recurrence.
+    """
+    if softmax.name == SHOWN_ATTENTION:  # it applies the weights itself
+        return True
+    weights = None if core is softmax else softmax.outputs[0]
+    way = trace.path(weights, core.outputs) if weights else []
+    values = [core.argument(2, "value")] if weights is None else [x for x in core.inputs if x not in (weights, *way)]
+    ops = {node.op for node in way if node.op}
+    starts = _sources(values, ops, mixing)
+    chain = _Chain(starts, core.outputs[0] if weights else values[0], ops)
+    if starts and chain.key not in cache:
+        cache[chain.key] = chain.weighs_positions(weights)
+    return bool(starts) and cache[chain.key]
+
+
+def _sources(ends: Sequence[Node], ops: set[Op], mixing: set[Op]) -> list[Node]:
+    """Return what the last layers with weights before some tensors get, and add the operations from there on."""
+    starts, waiting = dict[Node, None](), [*ends]
+    while waiting:
+        node = waiting.pop()
+        op = node.op
+        data = [one for one in op.inputs if one.is_data and one.fits] if op else []
+        if op is None or not data or op in mixing:
+            starts.update({node: None} if node.is_data else {})
+        elif op not in ops:
+            ops.add(op)
+            if op.name in PRODUCTS | CONVS and _has_weight(op) and op.argument(6, "groups", 1) == 1:
+                starts.update(dict.fromkeys(data))
+            else:  # of tensors that are added or multiplied, the last is enough
+                alike = [] if op.name in {*PRODUCTS, FUSED_ATTENTION} else [x for x in data if x.shape == node.shape]
+                waiting += sorted(alike, key=_index)[-1:] or data
+    return [*starts]
 
 
 def _follow(trace: Trace, core: Op) -> tuple[Call, Node] | str | None:
@@ -125,7 +184,7 @@ def _follow(trace: Trace, core: Op) -> tuple[Call, Node] | str | None:
     for op in trace.ops[trace.ops.index(core) + 1 :]:
         if reached.isdisjoint(op.inputs):
             continue
-        if op.name in ("softmax", FUSED_ATTENTION):
+        if op.name in SOFTMAX or op.name == FUSED_ATTENTION:
             return None
         if op.name.startswith("conv") and _has_weight(op):
             return "its projection is a convolution, whose features are not on the last axis"
@@ -147,13 +206,11 @@ def _entered(trace: Trace, op: Op, core: Op, reached: set[Node]) -> tuple[Call, 
 
 
 class _Chain:
-    """The operations from the products of attention to the input of the projection."""
+    """Operations that compute one tensor from others, to be repeated on other values."""
 
-    def __init__(self, trace: Trace, cores: Sequence[Op], end: Node) -> None:
-        self.starts, self.end = [core.outputs[0] for core in cores], end
-        ops = {node.op for start in self.starts for node in trace.path(start, [end]) if node.op} - {*cores}
-        self.ops = sorted(ops, key=lambda op: op.index)
-        self.constants: dict[Node, Tensor] = {}
+    def __init__(self, starts: Sequence[Node], end: Node, ops: Iterable[Op]) -> None:
+        self.starts, self.end, self.ops = starts, end, sorted(ops, key=_index)
+        self.constants, self.given = dict[Node, Tensor](), list[Tensor]()
 
     @property
     def key(self) -> str:
@@ -166,25 +223,99 @@ class _Chain:
         ops = [(op.name, op.args, op.kwargs, op.outputs) for op in self.ops]
         return repr(map_leaves([self.starts, ops, [self.end]], plain))
 
+    def weighs_positions(self, weights: Node | None) -> bool | str:
+        """Whether keys are positions. The end is the values, or their product with the result of a softmax."""
+        size = self.end.shape[-2] if weights is None else weights.shape[-1]
+        if size == 1:
+            return "it attends to a single position of the example"
+        try:
+            keys = F.one_hot(torch.tensor(sorted({0, 1, size - 2, size - 1})), size)
+            without, *slopes = (self._slopes(key, weights) for key in (torch.zeros(size), *keys))
+        except Exception as error:
+            return f"the way to its values cannot be repeated: {error}"
+        # Without keys there may be a bias. Zeros that are normalized again are NaN.
+        parts = [[a != b.nan_to_num() for a, b in zip(one, without, strict=True)] for one in slopes]
+        both = [(a, b) for pair in itertools.combinations(parts, 2) for a, b in zip(*pair, strict=True)
+                if a.any() and b.any()]  # fmt: skip
+        separate = "its keys are separate tensors, such as experts or time steps"
+        return any(not torch.equal(a, b) for a, b in both) if both else separate
+
+    def _slopes(self, key: Tensor, weights: Node | None) -> Sequence[Tensor]:
+        """Return the gradients of the sum of the values of one key, given as 0 and 1 for all keys."""
+        key = key.to(self.end.dtype)
+        if weights is not None:
+            self.constants[weights] = key.expand(weights.shape).contiguous()
+        given, end = self.computed()
+        values = end * key.unsqueeze(-1) if weights is None else end
+        return torch.autograd.grad(values.sum(), given, materialize_grads=True)
+
     def heads(self) -> Heads | str:
         """Return the heads in the last axis of the end, or why it has none."""
         if len({start.shape for start in self.starts}) > 1:
             return "different products are joined before it"
         try:
+            self.result = self.computed()[1]
             # A head is a matrix (L, d) of the product, or, if the queries of all heads are in one matrix, some rows.
-            for axes in (2, 1):
-                probe = _Probe(self, axes)
-                first = probe.zeroed_with(torch.arange(probe.width) == 0)
+            for axes in ((-2, -1), (-1,)):
+                first = self.zeroed_with(torch.arange(self.end.shape[-1]) == 0, axes)
                 if not first.all():
-                    return probe.layout(first)
+                    return self.layout(first, axes)
         except _NoHeadsError as error:
             return str(error)
         except Exception as error:
             return f"the way from attention to it cannot be repeated: {error}"
         return "it has a single head, or what mixes the heads comes before it"
 
+    def zeroed_with(self, features: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Zero the parts, of these axes, that some features depend on, and return which features are 0 then.
+
+        Raises:
+            _NoHeadsError: the features do not become 0, or others change without becoming 0.
+        """
+        chosen = self.result[..., features].float().sum()
+        slopes = torch.autograd.grad(chosen, self.given, retain_graph=True, materialize_grads=True)
+        kept = [x.detach() * (slope == 0).all(axes, keepdim=True) for x, slope in zip(self.given, slopes, strict=True)]
+        with torch.no_grad():
+            end = self.repeat(kept)
+        zero = (end == 0).flatten(0, -2).all(0)
+        same = (end == self.result).flatten(0, -2).all(0)
+        if not zero[features].all():
+            raise _NoHeadsError("something is added to attention before it")
+        if not (zero | same).all():
+            raise _NoHeadsError("a norm or another function mixes the heads before it")
+        return zero
+
+    def layout(self, first: Tensor, axes: tuple[int, ...]) -> Heads:
+        """Return the heads, given the features of the first one, and check that each is separate.
+
+        Raises:
+            _NoHeadsError: they are not.
+        """
+        width, size = len(first), int(first.sum())
+        features = torch.arange(width)
+        for interleaved in (False, True):
+            heads = Heads(width // size, interleaved)
+            owner = features % heads.count if interleaved else features // size
+            if width % size == 0 and torch.equal(owner == 0, first):
+                break
+        else:
+            raise _NoHeadsError("the features of its heads are in no regular order")
+        for bit in range(math.ceil(math.log2(heads.count))):
+            for value in (0, 1):
+                chosen = (owner >> bit & 1) == value
+                if not torch.equal(self.zeroed_with(chosen, axes), chosen):
+                    raise _NoHeadsError("its heads are not separate")
+        return heads
+
+    def computed(self) -> tuple[list[Tensor], Tensor]:
+        """Return random numbers for the starts, and the end with its gradients."""
+        if not self.given:
+            self.given = [torch.rand(node.shape).add(0.5).to(node.dtype).requires_grad_() for node in self.starts]
+        with torch.enable_grad():
+            return self.given, self.repeat([one.clone() for one in self.given])
+
     def repeat(self, values: Sequence[Tensor]) -> Tensor:
-        """Compute the end from other values of the products."""
+        """Compute the end from other values of the starts."""
         try:
             return replay(self.ops, dict(zip(self.starts, values, strict=True)), self._constant)[self.end]
         except HiddenOperationError as error:
@@ -193,66 +324,8 @@ class _Chain:
     def _constant(self, node: Node) -> Tensor:
         """Random numbers in place of other tensors, such as gates and the weights of norms."""
         if node not in self.constants:
-            floating = node.dtype.is_floating_point
-            self.constants[node] = torch.rand(node.shape).add(1.0).to(node.dtype) if floating else torch.ones(
-                node.shape, dtype=node.dtype)  # fmt: skip
+            values = torch.ones(node.shape)
+            if node.dtype.is_floating_point:  # with small sums over features, so that no activation saturates
+                values = torch.rand(node.shape).add(1.0).div(max(1, torch.Size(node.shape[1:]).numel()))
+            self.constants[node] = values.to(node.dtype)
         return self.constants[node]
-
-
-class _Probe:
-    """Zeroes parts of the products, and looks at the end.
-
-    Args:
-        chain: the operations.
-        axes: how many of the last axes of a product belong to one part.
-    """
-
-    def __init__(self, chain: _Chain, axes: int) -> None:
-        self.chain = chain
-        self.axes = tuple(range(-axes, 0))
-        with torch.enable_grad():
-            self.products = [torch.rand(node.shape).add(0.5).to(node.dtype).requires_grad_() for node in chain.starts]
-            self.end = chain.repeat([product.clone() for product in self.products])
-        self.width = self.end.shape[-1]
-
-    def zeroed_with(self, features: Tensor) -> Tensor:
-        """Zero all parts that some features depend on, and return which features are 0 then.
-
-        Raises:
-            _NoHeadsError: the features do not become 0, or others change without becoming 0.
-        """
-        chosen = self.end[..., features].float().sum()
-        slopes = torch.autograd.grad(chosen, self.products, retain_graph=True, allow_unused=True)
-        kept = [x.detach() if slope is None else x.detach() * (slope == 0).all(self.axes, keepdim=True)
-                for x, slope in zip(self.products, slopes, strict=True)]  # fmt: skip
-        with torch.no_grad():
-            end = self.chain.repeat(kept)
-        zero = (end == 0).flatten(0, -2).all(0)
-        same = (end == self.end).flatten(0, -2).all(0)
-        if not zero[features].all():
-            raise _NoHeadsError("something is added to attention before it")
-        if not (zero | same).all():
-            raise _NoHeadsError("a norm or another function mixes the heads before it")
-        return zero
-
-    def layout(self, first: Tensor) -> Heads:
-        """Return the heads, given the features of the first one, and check that each is separate.
-
-        Raises:
-            _NoHeadsError: they are not.
-        """
-        size = int(first.sum())
-        features = torch.arange(self.width)
-        for interleaved in (False, True):
-            heads = Heads(self.width // size, interleaved)
-            owner = features % heads.count if interleaved else features // size
-            if self.width % size == 0 and torch.equal(owner == 0, first):
-                break
-        else:
-            raise _NoHeadsError("the features of its heads are in no regular order")
-        for bit in range(math.ceil(math.log2(heads.count))):
-            for value in (0, 1):
-                chosen = (owner >> bit & 1) == value
-                if not torch.equal(self.zeroed_with(chosen), chosen):
-                    raise _NoHeadsError("its heads are not separate")
-        return heads

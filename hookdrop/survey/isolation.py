@@ -7,7 +7,7 @@ import functools
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
@@ -15,12 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from hookdrop.utils.errors import HookdropError, InjectionError, warn
 from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import describe
-from hookdrop.utils.torch_internals import BatchNorm, buffers_of, compiler_is_imported, version_of
+from hookdrop.utils.torch_internals import (
+    HOOK_TABLES,
+    BatchNorm,
+    buffers_of,
+    compiler_is_imported,
+    global_forward_hooks,
+    version_of,
+)
 
 _SMALL = 2**20  # bytes
 
@@ -137,6 +143,19 @@ def restored_objects(model: nn.Module) -> Iterator[None]:
                     cached.cache_clear()
 
 
+def other_hooks(model: nn.Module) -> list[Any]:
+    """Return the forward hooks on a model and on all modules that neither PyTorch nor hookdrop defines."""
+    tables = [getattr(module, name) for module in model.modules() for name, _ in HOOK_TABLES]
+    found = []
+    for hook in (hook for table in (*global_forward_hooks, *tables) for hook in table.values()):
+        function = hook
+        while isinstance(function, functools.partial):
+            function = function.func
+        if str(getattr(function, "__module__", "")).partition(".")[0] not in ("torch", "hookdrop"):
+            found.append(hook)
+    return found
+
+
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object that holds settings or caches, without running its code; None for others."""
     kind = type(value)
@@ -204,7 +223,7 @@ def uncompiled() -> AbstractContextManager[Any]:
     return stance("force_eager") if compiler_is_imported() else nullcontext()
 
 
-def call(model: nn.Module, example: Any) -> Any:
+def call(model: Callable[..., Any], example: Any) -> Any:
     """Call `model` with a tensor (or any single argument), a tuple of arguments, or a mapping of keyword arguments.
 
     A compiled model runs uncompiled, so that no hook is ignored.
@@ -229,14 +248,3 @@ def call(model: nn.Module, example: Any) -> Any:
             f"the model does not accept this example, {describe(example)}:\n  {type(error).__name__}: {error}\n"
             f"  {advice}, on the model's device."
         ) from error
-
-
-def run_with_hooks(model: nn.Module, example: Any, handles: Sequence[RemovableHandle]) -> None:
-    """Call `model` in eval mode without gradients, restore its state, and remove these hooks."""
-    try:
-        with restored_after(model, trains=False), torch.no_grad():
-            set_eval(model)
-            call(model, example)
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookdrop.survey.branches import Branch, Residual, is_linear
+from hookdrop.survey.branches import Branch, Residual, added, has_weights, is_linear
 from hookdrop.survey.ops import COPIES
 from hookdrop.survey.replay import replay
-from hookdrop.survey.trace import Call, Node, Op, Trace
+from hookdrop.survey.trace import Call, Node, Op, Trace, nodes_in
 from hookdrop.utils.errors import ShapeError
 from hookdrop.utils.tensor_tree import TensorKey, fits, map_leaves, map_tensor, tensors
 
@@ -191,3 +191,31 @@ def _keeps(x: Node, steps: list[Step]) -> bool:
         if op.function is not None and op.name not in COPIES and "norm" not in op.name:
             value = replay([op], {before: value}, zeros)[op.outputs[-1]]
     return torch.equal(value, numbers)
+
+
+def find_streams(calls: Iterable[Call]) -> list[list[str]]:
+    """Return the arguments that an output of a layer is the sum of, for each output to which branches are added."""
+    found: dict[int, dict[str, None]] = {}
+    for call in calls:
+        for index, output in enumerate(dict.fromkeys(node for node in call.outputs if node.fits)):
+            terms = _terms(output, call)
+            names = [name for name, value in call.arguments.items() if not terms.isdisjoint(nodes_in(value))]
+            if any(node.is_data and node.has_weights for node in terms.difference(call.inputs)):
+                found.setdefault(index, {}).update(dict.fromkeys(names))
+    return [[*names] for names in found.values() if names]
+
+
+def _terms(output: Node, call: Call) -> set[Node]:
+    """Return the arguments and the tensors of a call that its output is a sum of, apart from norms and activations."""
+    terms, seen, waiting = set[Node](), set[Node](), [output]
+    while waiting:
+        node = waiting.pop()
+        op, before = node.op, list[Node]()
+        if op is not None and node.index > call.start and node not in call.inputs:
+            same = [one for one in op.inputs if one.fits and one.is_data and one.size == node.size]
+            is_simple = is_linear(op) or "norm" in op.name or (len(op.inputs) == 1 and not has_weights(op))
+            before = [*(added(op) or (same if is_simple and len(same) == 1 else ()))]
+        terms.update([] if before else [node])
+        waiting += [one for one in before if one not in seen]
+        seen.update(before)
+    return terms

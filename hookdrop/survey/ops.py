@@ -27,7 +27,10 @@ CONVS = frozenset(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank i
 ENLARGING = frozenset({"interpolate", "upsample", "pixel_shuffle", *(name for name in CONVS if "_" in name)})
 """More pixels than before."""
 FUSED_ATTENTION = "scaled_dot_product_attention"
-HIDDEN_ATTENTION = frozenset({"multi_head_attention_forward", "native_multi_head_attention"})
+SOFTMAX = _names("softmax special_softmax")
+SHOWN_ATTENTION = "multi_head_attention_forward"
+"""Attention as one function, whose operations a hook can see."""
+HIDDEN_ATTENTION = frozenset({SHOWN_ATTENTION, "native_multi_head_attention"})
 """Attention as one function, which applies the weight of the projection without calling the layer."""
 PRODUCTS = _names("matmul mm bmm baddbmm addmm einsum linear")
 """Products of matrices."""

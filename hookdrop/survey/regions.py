@@ -22,7 +22,7 @@ class Regions:
     """The regions of a trace. Uses without an effect on the output of the model, such as statistics, do not count."""
 
     def __init__(self, trace: Trace) -> None:
-        self.outputs = {*trace.calls[0].outputs} if trace.calls else set()
+        self.outputs = {*trace.outputs}
         live = {*self.outputs}
         for op in reversed(trace.ops):
             if not self.outputs or not live.isdisjoint(op.outputs):

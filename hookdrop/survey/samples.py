@@ -1,27 +1,29 @@
-"""Find which rows of a tensor belong to which sample of the batch.
+"""Find which axis of the example has the samples, and which rows of a tensor belong to which of them.
 
-Traces with two and with three samples show which axis grows with the batch, and by how many rows for each sample. If
-there are several, as in windows, frames or time steps, two passes show their order: one sample is replaced, and
-either the first rows change, or every second one.
+Traces with two and with three samples show which axis grows with the batch, and by how many rows for each sample. An
+experiment shows the rest: one of the samples is replaced. No row of the others may change, so an axis of the example
+that fails this is not the batch. If a sample has several rows, as in windows, frames or time steps, the rows that
+change show their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookdrop.survey.isolation import run_with_hooks
+from hookdrop.survey.examples import Example
+from hookdrop.survey.experiment import changes, experiment
+from hookdrop.survey.ops import CONVS, COPIES
 from hookdrop.survey.trace import Call, Trace
-from hookdrop.utils.select import layers_by_name
-from hookdrop.utils.tensor_tree import first_tensor, map_leaves
+from hookdrop.utils.tensor_tree import first_tensor
 
 PLACES = ("output", "input")
-Site = tuple[str, str, int]
-"""The name of a layer, its input or output, and the axis with the samples."""
+Site = tuple[str, str]
+"""The name of a layer, and its input or output."""
 
 
 @dataclass(frozen=True)
@@ -94,52 +96,77 @@ def _module_with_batch(two: Call, three: Call) -> str | None:
     return None
 
 
-def row_orders(model: nn.Module, example: Any, sites: Iterable[Site]) -> dict[Site, bool | str]:
-    """Return whether the rows of each sample are interleaved at each site, or why it is unknown.
+def is_batched(trace: Trace) -> bool:
+    """Whether a convolution reads the example as a batch: its axis 0 has the samples, and no experiment is needed."""
+    for op in trace.ops:
+        if op.name in CONVS and len(op.inputs[0].shape) == len(op.inputs[1].shape):
+            x = op.inputs[0]
+            while x.op is not None and x.op.name in _BY_ROW and x.op.inputs[0].shape[:1] == x.shape[:1]:
+                x = x.op.inputs[0]
+            if x.leaf == "input":
+                return True
+    return False
 
-    `example` has two different samples; the sites have more than one row for each sample.
+
+_BY_ROW = COPIES | {"add", "sub", "mul", "div", "clamp", "pad", "interpolate"}
+
+
+def row_orders(model: nn.Module, example: Example, two: Trace, three: Trace) -> dict[Site, bool | str]:
+    """Return whether the rows of each sample are interleaved at each site that grows with the batch, or why not.
+
+    Of tensors with one row for each sample, only outputs are looked at.
     """
-    sites = list(sites)
+    every = {(name, at): growing_axis(two, three, name, at) for name in three.calls_of for at in PLACES}
+    sites = {site: one for site, one in every.items() if isinstance(one, Samples)}
+    sites = {site: one for site, one in sites.items() if site[1] == "output" or one.per_sample > 1}
 
-    def replaced(leaf: Any) -> Any:
-        return leaf[[1, 1]] if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == 2 else leaf
+    def watch(name: str, at: str, value: Any) -> tuple[Site, Tensor] | None:
+        if (name, at) not in sites:
+            return None
+        rows = first_tensor(value).detach().movedim(sites[name, at].axis, 0).flatten(1).float()
+        return (name, at), torch.stack([rows.sum(1), rows.square().sum(1)]).cpu()  # two numbers for each row
 
-    before, after = (_row_values(model, value, sites) for value in (example, map_leaves(example, replaced)))
-    return {site: _order(before[site], after[site]) for site in sites}
+    whole, replaced, index, size = example.one_replaced()
+    before, after = (_by_site(experiment(model, value, watch)) for value in (whole, replaced))
+    return {site: _order(before.get(site, ()), after.get(site, ()), index, size) for site in sites}
 
 
-def _row_values(model: nn.Module, example: Any, sites: Iterable[Site]) -> dict[Site, list[Tensor]]:
-    """Return two numbers for each row of each call."""
-    found: dict[Site, list[Tensor]] = {site: [] for site in sites}
-
-    def save(site: Site, value: Any) -> None:
-        rows = first_tensor(value).detach().movedim(site[2], 0).flatten(1).float()
-        found[site].append(torch.stack([rows.sum(1), rows.square().sum(1)]).cpu())
-
-    def watch(site: Site, module: nn.Module) -> Any:
-        if site[1] == "output":
-            return module.register_forward_hook(lambda module, args, output: save(site, output))
-        return module.register_forward_pre_hook(lambda module, *given: save(site, given), with_kwargs=True)
-
-    layers = layers_by_name(model)
-    run_with_hooks(model, example, [watch(site, layers[site[0]].module) for site in found])
+def _by_site(seen: Iterable[tuple[Site, Tensor]]) -> dict[Site, list[Tensor]]:
+    found: dict[Site, list[Tensor]] = {}
+    for site, x in seen:
+        found.setdefault(site, []).append(x)
     return found
 
 
-def _order(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool | str:
-    """Return whether the rows that change are those of the first of two samples in the interleaved order."""
+def _order(before: Sequence[Tensor], after: Sequence[Tensor], index: int, size: int) -> bool | str:
+    """Return whether the rows that change are those of one of `size` samples in the interleaved order."""
     found: set[bool] = set()
     for x, y in zip(before, after, strict=False):
-        if x.shape != y.shape:
+        if x.shape != y.shape or x.shape[1] % size:
             return "the number of its rows depends on the values"
-        scale = x.abs().amax(1, keepdim=True)
-        changed = ((x - y).abs() > 1e-4 * scale).any(0)
+        changed = changes(x, y, 1e-4).any(0)
         rows = torch.arange(len(changed))
-        fits = [bool(mine[changed].all()) for mine in (rows < len(rows) // 2, rows % 2 == 0)]
-        if changed.any() and sum(fits) == 0:
-            return "its rows depend on several samples"
-        if sum(fits) == 1:
-            found.add(fits[1])
+        fits = [bool(mine[changed].all()) for mine in (rows // (len(rows) // size) == index, rows % size == index)]
+        if not any(fits):
+            return MIXED
+        if changed.any() and (len(rows) == size or not all(fits)):
+            found.add(not fits[0])
     if len(found) != 1:
-        return "the order of its rows cannot be seen" if not found else "the order of its rows differs between calls"
+        return UNSEEN if not found else "the order of its rows differs between calls"
     return found.pop()
+
+
+MIXED = "its rows depend on several samples"
+UNSEEN = "the order of its rows cannot be seen"
+
+
+def why_no_batch(orders: Mapping[Site, bool | str], two: Trace, three: Trace) -> str:
+    """Return why the axis along which the example grew does not have independent samples; empty if it does."""
+    shapes = {tuple(next((x.shape for x in trace.outputs if x.fits), ()) for trace in (two, three))}
+    if any(shape and shape == other for shape, other in shapes):
+        return "the output of the model does not grow with it"
+    for (name, at), order in orders.items():
+        found = growing_axis(two, three, name, at)
+        if order == MIXED and isinstance(found, Samples) and found.per_sample == 1:
+            return f"a change of one row changes others at {name!r}" if name else "the model mixes its rows"
+    return "no change of it can be seen in any layer" if {*orders.values()} == {UNSEEN} else ""

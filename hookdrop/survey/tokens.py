@@ -8,18 +8,16 @@ run. Windows, grids, relative positions and rotary embeddings fail one of both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hookdrop.survey.experiment import changes, experiment
 from hookdrop.survey.heads import attention_cores
-from hookdrop.survey.isolation import run_with_hooks
 from hookdrop.survey.ops import HIDDEN_ATTENTION
 from hookdrop.survey.trace import Node, Trace
-from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import map_tensor, tensors
 
 
@@ -45,7 +43,7 @@ def find_patches(trace: Trace) -> str | None:
     returned = [(call, call.outputs[0]) for call in trace.calls if call.end < core.index and call.outputs]
     tokens = {node for _, node in returned if len(node.shape) == 3 and node.fits and node in depends}
     for last in sorted(tokens, key=lambda node: -node.index):
-        if trace.reached(images, gate=last).isdisjoint(trace.calls[0].outputs):  # all of the image passes through it
+        if trace.reached(images, gate=last).isdisjoint(trace.outputs):  # all of the image passes through it
             call = next(call for call, node in returned if node is last)
             while call.parent is not None and call.parent.outputs[:1] == [last]:
                 call = call.parent
@@ -97,9 +95,7 @@ def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches | s
         for (name, before), (_, after) in zip(outputs, changed if chosen is order else (), strict=False):
             if before.shape == order.shape:
                 before = before[order.to(before.device)]
-            # The order of a sum changes its rounding; a position changes much more than this.
-            limit = 1e-3 * before.abs().max().clamp(min=1e-6)
-            if before.shape != after.shape or not bool(((before - after).abs() <= limit).all()):
+            if before.shape != after.shape or bool(changes(before, after, 1e-3).any()):
                 return f"{name!r} depends on the position of the tokens that it gets"
     return Patches(layer, prefix)
 
@@ -114,27 +110,20 @@ def _run(
         token, or to one number in total.
     """
     returned: list[Tensor] = []
-    outputs: list[tuple[str, Tensor]] = []
 
-    def at_layer(module: nn.Module, args: Any, output: Any) -> Any:
-        returned.extend(tensors(output)[:1])
+    def watch(name: str, at: str, value: Any) -> list[tuple[str, Tensor]] | None:
+        if at == "output" and name == layer:
+            returned.extend(tensors(value)[:1])
+        elif at == "output" and not name.startswith(f"{layer}.") and returned and returned[0].dim() > 1:
+            length = returned[0].shape[1]
+            return [(name, _projected(x, length)) for x in tensors(value) if x.is_floating_point()]
+        return None
+
+    def edit(output: Any) -> Any:
         return output if chosen is None else map_tensor(output, None, lambda x: x[:, chosen.to(x.device)])
 
-    def after(name: str) -> Callable[..., None]:
-        def save(module: nn.Module, args: Any, output: Any) -> None:
-            if returned and returned[0].dim() > 1:
-                length = returned[0].shape[1]
-                outputs.extend((name, _projected(x, length)) for x in tensors(output) if x.is_floating_point())
-
-        return save
-
-    layers = {found.name: found.module for found in named_layers(model)}
-    others = {name: module for name, module in layers.items() if not f"{name}.".startswith(f"{layer}.")}
-    # Registered last, so that this changes what a hook of hookdrop would change.
-    handles = [layers[layer].register_forward_hook(at_layer)]
-    handles += [module.register_forward_hook(after(name)) for name, module in others.items()]
-    run_with_hooks(model, example, handles)
-    return returned, outputs
+    outputs = experiment(model, example, watch, {layer: edit})
+    return returned, [one for several in outputs for one in several]
 
 
 def _projected(x: Tensor, length: int) -> Tensor:

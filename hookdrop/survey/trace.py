@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hookdrop.survey.isolation import call, restored_after, restored_objects
+from hookdrop.survey.isolation import call, other_hooks, restored_after, restored_objects
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import bind_arguments, map_leaves, tensors
@@ -141,6 +142,11 @@ class Trace:
 
     ops: list[Op] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+    """Of the modules that hooks see: not those of a class that overrides `__call__`."""
+    inputs: list[Node] = field(default_factory=list)
+    """The tensors of the example."""
+    outputs: list[Node] = field(default_factory=list)
+    """The tensors that the model returns."""
     modules: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
     """The class of each module, and the shapes of its own parameters, by full name."""
 
@@ -255,8 +261,13 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
         training: whether to run in training mode instead of eval mode, or which modules do; batch norms never do.
 
     Raises:
-        InjectionError: the model does not accept the example, or needs values.
+        InjectionError: the model does not accept the example, or it or a hook of other code needs values.
     """
+    # Such a hook could keep a tensor without values, or read one. Leaving it out would be wrong if it changes an output,
+    # loads weights or moves tensors, which cannot be known. So it gets values, at the cost of forwards that compute.
+    # The hooks of PyTorch, which compute or gather weights, work without values.
+    if fake and other_hooks(model):
+        raise InjectionError("the model has hooks of other code, which might need values.")
     with ExitStack() as stack:
         stack.enter_context(restored_after(model, trains=bool(training)))
         recorder = _Recorder(model)
@@ -270,11 +281,12 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
         if fake:
             mode = stack.enter_context(fake_tensors())
             example = _map_tensors(example, mode.from_tensor)
-        for tensor in tensors(example):
-            recorder.leaf(tensor, "input").is_data = True
+        recorder.trace.inputs = [recorder.leaf(tensor, "input") for tensor in tensors(example)]
+        for node in recorder.trace.inputs:
+            node.is_data = True
         stack.enter_context(recorder.hooks(model))
         stack.enter_context(recorder)
-        call(unwrapped(model), example)
+        recorder.trace.outputs = nodes_in(recorder.plain(call(unwrapped(model), example)))
     return recorder.trace
 
 
@@ -314,7 +326,7 @@ class _Recorder(TorchFunctionMode):
 
     def _enter(self, name: str, has_weights: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            arguments = self._plain(bind_arguments(module, args, kwargs))
+            arguments = self.plain(bind_arguments(module, args, kwargs))
             parent = self.stack[-1] if self.stack else None
             entered = Call(next(self.clock), name, type(module).__name__, parent, arguments, has_weights=has_weights)
             self.trace.calls.append(entered)
@@ -329,10 +341,10 @@ class _Recorder(TorchFunctionMode):
             op = self._op("opaque", None, tuple(left.inputs), {}, tuple(left.inputs))
             for tensor in unseen:
                 self._new(tensor, op).has_weights |= left.has_weights
-        left.output = self._plain(output)
+        left.output = self.plain(output)
         left.end = next(self.clock)
 
-    def _plain(self, value: Any) -> Any:
+    def plain(self, value: Any) -> Any:
         """Replace tensors by nodes, and objects, such as caches, by None: a trace keeps nothing alive."""
 
         def plain(leaf: Any) -> Any:

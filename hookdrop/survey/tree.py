@@ -12,36 +12,22 @@ from hookdrop.survey.branches import has_weights
 from hookdrop.survey.convs import ConvGraph, conv_nets
 from hookdrop.survey.facts import Survey
 from hookdrop.survey.folding import SIZES, LayerFacts, fold
-from hookdrop.survey.heads import Heads
+from hookdrop.survey.heads import Heads, Scores
 from hookdrop.survey.tokens import find_patches
-from hookdrop.utils.select import Layer, has_forward
+from hookdrop.utils.select import Layer, has_forward, overrides_call
 from hookdrop.utils.tables import html_table, shape_text, text_table
 
 _HEADER = ("layer", "type", "shape", "calls", "what fits")
-_RECIPES = {
-    "DropPath, ": "stochastic_depth(p=0.1)",
-    "LayerDrop: ": "layer_drop(p=0.1)",
-    "HeadDropout: ": "head_dropout(p=0.1)",
-    "DropKey: ": "drop_key(p=0.1)",
-    "NEFTune: ": "neftune(alpha=5)",
-    ": block with ": "dropblock_resnet(p=0.1, block_size=7)",
-}
-"""The recipes that may choose all layers of a kind, by a part of what fits. One may refuse a model; `plan` says why."""
 
 
 class Layers(list[LayerFacts]):
     """The selected layers, in `named_modules()` order. `print` shows a tree, in which equal blocks are one."""
 
-    def __init__(self, every: Sequence[LayerFacts], selected: Collection[str], title: str) -> None:
+    def __init__(
+        self, every: Sequence[LayerFacts], selected: Collection[str], title: str, recipes: Sequence[str] = ()
+    ) -> None:
         super().__init__(one for one in every if one.name in selected)
         self._title, self._rows = title, fold(every, selected)
-        fits = {fit for one in self for fit in one.fits}
-        taken = {fit for one in self if one.rates for fit in one.fits}  # the model drops there already
-        fitting = {
-            part: any(part in fit for fit in fits) and not any(part in fit for fit in taken) for part in _RECIPES
-        }
-        recipes = [recipe for part, recipe in _RECIPES.items() if fitting[part]]
-        recipes += ["set_dropout()"] * any(one.rates for one in self)
         self._notes = [f"recipes to try with plan: {', '.join(recipes)}"] if recipes else []
 
     def _table(self) -> tuple[list[str], list[list[Any]]]:
@@ -101,7 +87,7 @@ def _facts(layer: Layer, survey: Survey, offers: list[str], rates: list[float]) 
     if count and isinstance(module, nn.RNNBase):
         offers = [*offers, "LockedDropout: time steps", 'Dropout, at="parameters": weight_hh_*']
     if count == 0:
-        offers = [*offers, "never called"]
+        offers = [*offers, "overrides __call__, so hooks never run" if overrides_call(module) else "never called"]
     return LayerFacts(layer.name, type(module).__name__, next(iter(shapes), None), count, tuple(offers), tuple(rates))
 
 
@@ -130,15 +116,16 @@ def _attention(survey: Survey) -> Iterator[tuple[str, str]]:
     for name, heads in survey.heads.items():
         if isinstance(heads, Heads):
             yield name, f"HeadDropout: {heads.count} heads"
-    for name, shapes in survey.scores.items():
-        for shape in shapes:
+    for name, scores in survey.scores.items():
+        for shape in scores.shapes if isinstance(scores, Scores) else ():
             yield name, f"DropKey: attention to {shape[-1]} keys"
 
 
 def _tokens(survey: Survey) -> Iterator[tuple[str, str]]:
     if survey.token_embedding is not None:
         yield survey.token_embedding, "NEFTune: token embedding"
-    keys = {shape[-1] for shapes in survey.scores.values() for shape in shapes}
+    scores = [one for one in survey.scores.values() if isinstance(one, Scores)]
+    keys = {shape[-1] for one in scores for shape in one.shapes}
     layer = find_patches(survey.trace)
     for node in survey.layers[layer][-1].outputs if layer else ():
         if layer and keys == {node.shape[1]}:  # attention between all tokens, and not between those of a window
@@ -147,10 +134,12 @@ def _tokens(survey: Survey) -> Iterator[tuple[str, str]]:
 
 def _features(survey: Survey) -> Iterator[tuple[str, str]]:
     """Yield the layer with weights that returns the output of the model, such as a classifier."""
-    outputs = {*survey.trace.calls[0].outputs}
+    outputs = {*survey.trace.outputs}
     for op in survey.trace.ops:
         call = op.call
-        if call and call.parent and has_weights(op) and not outputs.isdisjoint(call.outputs):
+        # Not a function in the forward of the model itself, far from its input.
+        is_own = call is None or call.parent is not None or not {*op.inputs}.isdisjoint(call.inputs)
+        if call and is_own and has_weights(op) and not outputs.isdisjoint(call.outputs):
             shape = call.inputs[0].shape if call.inputs else ()
             if len(shape) == 2:
                 yield call.name, f'Dropout, at="input": {shape[1]} features'

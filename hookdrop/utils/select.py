@@ -193,6 +193,19 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
+def overrides_call(module: nn.Module) -> bool:
+    """Whether its class overrides `__call__`. If a forward then records no call of it, no hook on it ever runs."""
+    return type(module).__call__ is not nn.Module.__call__
+
+
+def no_hooks(module: nn.Module) -> str:
+    """Return the fact and the advice for a module that overrides `__call__` and runs no hooks."""
+    return (
+        f"{type(module).__name__} overrides __call__ and calls forward() itself, so PyTorch runs no hook on it.\n"
+        "  hook layers inside it that do not, such as nn.Linear, or call a regularizer in its forward: x = self.drop(x)"
+    )
+
+
 def _match_or_raise(everything: list[Layer], entry: Entry, source: str) -> tuple[list[Layer], bool]:
     found, exact = matches(everything, entry)
     if not found:

@@ -27,6 +27,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 _C: Any = torch._C
 _jit: Any = torch.jit
+_module: Any = torch.nn.modules.module
 
 # --- modules
 
@@ -44,6 +45,12 @@ HOOK_TABLES = (
     ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
 )
 """The module attributes that map ids to hooks, each with the attributes that hold flags of these hooks."""
+
+global_forward_hooks: tuple[dict[int, Any], ...] = (
+    _module._global_forward_pre_hooks,
+    _module._global_forward_hooks,
+)
+"""The hooks that run at every call of any module."""
 
 
 def was_loaded(optimizer: Optimizer) -> bool:

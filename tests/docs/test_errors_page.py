@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from tests.support.error_catalog import CASES, code_of, messages
+from tests.support.error_catalog import CASES, messages
 from tests.support.messages import split, unquoted
 from tests.support.programs import ROOT
 
@@ -36,15 +36,6 @@ def test_no_message_ends_a_sentence_with_four_dots() -> None:
     assert not [text for found in messages().values() for text in found if "...." in text]
 
 
-def test_the_code_of_an_entry_is_its_body() -> None:
-    assert code_of(CASES[0][1]) == 'inject(ResNet(), Dropout(p=0.1), layers="layer3")'
-
-
-def provoked() -> list[str]:
-    """The messages of the catalog, as a terminal shows them."""
-    return [text.removeprefix("CommandLineError: ") for found in messages().values() for text in found]
-
-
 def matches(quote: str, message: str) -> bool:
     """Whether a quote is the message; `...` stands for any text."""
     return re.fullmatch(re.escape(quote).replace(r"\.\.\.", ".*"), message, re.S) is not None
@@ -69,7 +60,8 @@ def test_every_other_message_of_the_source_is_listed() -> None:
 
 @pytest.mark.parametrize("quote", QUOTES, ids=first_line)
 def test_each_quote_is_a_current_message(quote: str) -> None:
-    assert any(matches(quote, text) for text in provoked()), quote
+    provoked = [text.removeprefix("CommandLineError: ") for found in messages().values() for text in found]
+    assert any(matches(quote, text) for text in provoked), quote
 
 
 @pytest.mark.parametrize(("block", "text"), BLOCKS, ids=[first_line(block) for block, _ in BLOCKS])

@@ -1,6 +1,5 @@
 """The examples run end to end with tiny settings and report correct results."""
 
-import argparse
 import importlib
 import json
 import math
@@ -47,11 +46,8 @@ def saved(out: Path) -> dict[str, Any]:
 def differences(a: Any, b: Any) -> list[str]:
     leaves_a, leaves_b = (dict(pytree.tree_flatten_with_path(state)[0]) for state in (a, b))
     assert leaves_a.keys() == leaves_b.keys()
-    return [pytree.keystr(path) for path, value in leaves_a.items() if not _same(value, leaves_b[path])]
-
-
-def _same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+    same = lambda a, b: torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+    return [pytree.keystr(path) for path, value in leaves_a.items() if not same(value, leaves_b[path])]
 
 
 @pytest.fixture(scope="module")
@@ -191,11 +187,7 @@ def test_image_folder_with_different_validation_classes_is_rejected(tmp_path: Pa
         ("--model test_vit --regularizer 'DropBlock(p=0.1)' --layers 'blocks.*'", hookdrop.ShapeError, "have no map"),
         ("--layers layer1", SystemExit, "2"),
         ("--accumulate 4", SystemExit, "48 training images are fewer than one step of 4 x 16"),
-        (
-            "--data emoji --data-dir nowhere",
-            SystemExit,
-            "run `npm install --prefix nowhere emoji-datasource-google@16.0.0`",
-        ),
+        ("--data emoji --data-dir nowhere", SystemExit, "npm install --prefix nowhere emoji-datasource-google@16.0.0"),
         ("--pretrained package", SystemExit, "requires --model tf_efficientnet_lite0, got test_resnet"),
     ],
 )
@@ -211,15 +203,11 @@ def test_invalid_arguments_raise_before_training(
 # --- command lines in the docstrings
 
 
-def commands(module: ModuleType) -> list[argparse.Namespace]:
-    text = (module.__doc__ or "").replace("\\\n", " ")
-    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("python examples/")]
-    return [module.parse_args(shlex.split(line, comments=True)[2:]) for line in lines]
-
-
 @pytest.mark.parametrize("module", [finetune, mc_dropout], ids=["finetune_timm", "mc_dropout"])
 def test_documented_commands_name_existing_layers(module: ModuleType) -> None:
-    found = commands(module)
+    lines = [line.strip() for line in (module.__doc__ or "").replace("\\\n", " ").splitlines()]
+    runs = [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("python examples/")]
+    found = [module.parse_args(arguments) for arguments in runs]
     assert len(found) >= 3
     for args in found:
         with torch.device("meta"):
@@ -282,9 +270,7 @@ def demo() -> Iterator[ModuleType]:
         yield importlib.import_module("demo")
 
 
-def test_demo_plans_ramps_removes_trains_in_pairs_and_writes_a_page(
-    demo: ModuleType, tmp_path: Path, capsys: Any
-) -> None:
+def test_demo_plans_ramps_removes_trains_and_writes_a_page(demo: ModuleType, tmp_path: Path, capsys: Any) -> None:
     page = demo.main(["--out", str(tmp_path), "--seeds", "1", "--epochs", "1", "--workers", "1"]).read_text()
     printed = capsys.readouterr().out
     rates = [tuple(map(float, pair)) for pair in re.findall(r"p = (\S+), measured (\S+)", printed)]
@@ -306,16 +292,11 @@ def test_demo_plans_ramps_removes_trains_in_pairs_and_writes_a_page(
         ([26.0] * 6, "No clear difference", "p = 1;"),
     ],
 )
-def test_the_verdict_of_the_demo_agrees_with_scipy(
-    demo: ModuleType, after: list[float], sentence: str, chance: str
-) -> None:
+def test_the_verdict_of_the_demo_agrees_with_scipy(demo: ModuleType, after: Any, sentence: str, chance: str) -> None:
     found = demo.verdict([26.0] * 6, after)
     logs = np.log(np.array(after) / 26.0)
-    p = (
-        pytest.importorskip("scipy.stats")
-        .permutation_test((logs,), np.mean, permutation_type="samples", n_resamples=np.inf)
-        .pvalue
-    )
+    stats = pytest.importorskip("scipy.stats")
+    p = stats.permutation_test((logs,), np.mean, permutation_type="samples", n_resamples=np.inf).pvalue
     assert (p <= 0.05) == ("No clear" not in found.sentence)
     assert re.search(sentence, found.sentence)
     assert chance in found.limits

@@ -147,9 +147,7 @@ def test_mc_dropout(run: Any) -> None:
     _, printed = run("plot_mc_dropout", 3)
     right, wrong = (number(rf"mean entropy of {name} predictions: ([\d.]+)", printed) for name in ("right", "wrong"))
     assert right < wrong
-    sampled, once = (
-        number(rf"AUROC for errors, {name}: ([\d.]+)", printed) for name in ("20 samples", "one prediction")
-    )
+    sampled, once = (number(rf"AUROC for errors, {of}: ([\d.]+)", printed) for of in ("20 samples", "one prediction"))
     assert min(sampled, once) > 0.7
     assert sampled == pytest.approx(once, abs=0.05)
     assert "state_dict unchanged after sampling: True" in printed

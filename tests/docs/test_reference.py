@@ -22,15 +22,12 @@ TEXT = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob
 PACKAGES = {"functional", "integrations", "observe", "recipes", "testing"}
 
 
-def listed(module: ModuleType) -> list[str]:
-    sections = re.split(r"^\.\. currentmodule:: (.*)$", TEXT, flags=re.M)
-    texts = [text for name, text in zip(sections[1::2], sections[2::2], strict=True) if name == module.__name__]
-    return [name for text in texts for name in re.findall(r"^   (\w+)$", text, re.M)]
-
-
 @pytest.mark.parametrize("module", [hookdrop, functional, recipes, observe, testing], ids=lambda m: m.__name__)
 def test_every_public_name_is_listed_once(module: ModuleType) -> None:
-    assert sorted(listed(module)) == sorted(set(module.__all__) - PACKAGES)
+    sections = re.split(r"^\.\. currentmodule:: (.*)$", TEXT, flags=re.M)
+    texts = [text for name, text in zip(sections[1::2], sections[2::2], strict=True) if name == module.__name__]
+    listed = [name for text in texts for name in re.findall(r"^   (\w+)$", text, re.M)]
+    assert sorted(listed) == sorted(set(module.__all__) - PACKAGES)
 
 
 MODULES = [info.name for info in pkgutil.walk_packages(hookdrop.__path__, "hookdrop.") if "__main__" not in info.name]
@@ -157,13 +154,9 @@ def names() -> dict[str, object]:
 
 
 INPUTS = {
-    "model": (2, 3, 128, 128),
-    "vit": (2, 3, 128, 128),
-    "tv_vit": (2, 3, 32, 32),
-    "rnn": (2, 5, 8),
-    "conv1d": (2, 5, 8),
+    "model": (2, 3, 128, 128), "vit": (2, 3, 128, 128), "tv_vit": (2, 3, 32, 32), "rnn": (2, 5, 8), "conv1d": (2, 5, 8),
     "conv3d": (2, 1, 8, 8, 8),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("line", LINES)

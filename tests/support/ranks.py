@@ -22,13 +22,9 @@ def run_ranks(program: Path, *arguments: object, ranks: int, timeout: float = 30
     with TemporaryDirectory() as folder:
         logs = [Path(folder, f"{rank}.txt") for rank in range(ranks)]
         job = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
-        processes = [
-            _context.Process(
-                target=_run,
-                args=(str(program), [*map(str, arguments)], job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log),
-            )
-            for rank, log in enumerate(logs)
-        ]
+        jobs = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        calls = [(str(program), [*map(str, arguments)], *one) for one in zip(jobs, logs, strict=True)]
+        processes = [_context.Process(target=_run, args=call) for call in calls]
         for process in processes:
             process.start()
         for process in processes:

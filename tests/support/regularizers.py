@@ -108,6 +108,7 @@ def case(text: str, shape: tuple[int, ...] = (4, 6, 8, 8), **facts: bool) -> Cas
 
 
 _CASES = {
+    "DropKey": case("DropKey(0.3, calls=(True,))"),
     "Dropout (native)": case("Dropout(0.3)", (4, 8, 32, 32)),  # large enough for hookdrop's implementation
     "Dropout (shared)": case("Dropout(0.3, shared=(2, 3))"),
     "Dropout (one mask for all samples)": case("Dropout(0.3, shared=(0, -1))"),

@@ -4,9 +4,11 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 HALF = [torch.bfloat16, torch.float16]
 """Low-precision dtypes."""
@@ -44,6 +46,19 @@ def scale_maps(maps: Tensor) -> Tensor:
     """Scale each map to [0, 1], as pytorch-grad-cam does."""
     low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
     return (maps - low) / (high - low + 1e-7)
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations except views and allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func.overloadpacket.__name__.startswith("empty"):
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Models with an injection, forwards, backward passes and short trainings."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,11 @@ def train(model: nn.Module, x: Tensor, times: int = 1) -> None:
         model(x)
 
 
-def optimize(model: nn.Module, steps: int) -> None:
+def optimize(model: nn.Module, steps: int = 1, optimizer: Any = None, x: Tensor | None = None) -> None:
     """A training loop without hookdrop calls."""
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 1e-3)
     for _ in range(steps):
-        model(torch.ones(2)).sum().backward()
+        model(torch.ones(2) if x is None else x).sum().backward()
         optimizer.step()
 
 
@@ -26,9 +27,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1)
 
 
-def run(model: nn.Module, images: Tensor) -> Tensor:
-    torch.manual_seed(1)
-    return model(images)
+def seeded(function: Callable[..., Any], *args: Any, seed: int = 3, **settings: Any) -> Any:
+    """Return what a function returns from this seed."""
+    torch.manual_seed(seed)
+    return function(*args, **settings)
 
 
 def backward(model: nn.Module, scale: float = 1.0) -> Tensor:

@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 
 import hookdrop
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    GaussianNoise,
-    InjectionSpec,
-    LinearSchedule,
-    Regularizer,
-    TokenDropout,
-    parse,
-    recipes,
-)
+from hookdrop import DropBlock, Dropout, InjectionSpec, LinearSchedule, Regularizer, TokenDropout, parse, recipes
 from hookdrop.regularizers import REGULARIZERS
 from hookdrop.schedules import SCHEDULES, Schedule
 from tests.support.programs import run_code
@@ -78,16 +68,11 @@ class TestParse:
         with pytest.raises(ValueError, match="parse: "):
             parse(text)
 
-    @pytest.mark.parametrize(
-        ("text", "error", "says"),
-        [
-            ("DropPath", ValueError, r"write 'DropPath\(...\)'(.|\n)*signature: DropPath\(p"),
-            (Dropout(0.1), TypeError, "must be a str"),
-        ],
-    )
-    def test_other_texts_raise_with_the_nearest_valid_one(self, text: str, error: type[Exception], says: str) -> None:
-        with pytest.raises(error, match=says):
-            parse(text)
+    def test_other_texts_raise_with_the_nearest_valid_one(self) -> None:
+        with pytest.raises(ValueError, match=r"write 'DropPath\(...\)'(.|\n)*signature: DropPath\(p"):
+            parse("DropPath")
+        with pytest.raises(TypeError, match="must be a str"):
+            parse(Dropout(0.1))
 
 
 def test_every_regularizer_cites_its_paper() -> None:
@@ -111,7 +96,7 @@ def test_public_names_are_exported_and_sorted() -> None:
         (lambda: Dropout(drop_prob=0.1), "'p'"),
         (lambda: Dropout(keep_probability=0.9), "'keep_prob'"),
         (lambda: DropBlock(0.1, size=7), "'block_size'"),
-        (lambda: GaussianNoise(sigma=0.1), ""),
+        (lambda: hookdrop.GaussianNoise(sigma=0.1), ""),
         (lambda: LinearSchedule(epochs=5), "'steps'"),
         (lambda: recipes.stochastic_depth(drop_path_rate=0.1), "'p'"),
         (lambda: InjectionSpec.from_dict({"layer": "0"}), "'layers'"),

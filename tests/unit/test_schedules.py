@@ -170,6 +170,7 @@ def test_settles_at_is_the_first_constant_step(schedule: Schedule) -> None:
     assert end == 0 or schedule(end // 2) != last
 
 
+CHAINED = ChainedSchedule([LinearSchedule(steps=100), ConstantSchedule(0.0)], [160])
 FRACTIONS = {
     "LinearSchedule(steps=1.0)": LinearSchedule(steps=200),
     "LinearSchedule(steps=0.25, start=0.5)": LinearSchedule(steps=50, start=0.5),
@@ -179,12 +180,10 @@ FRACTIONS = {
     "ExponentialSchedule(steps=1.0)": ExponentialSchedule(steps=200),
     "EarlySchedule(cutoff=0.3)": EarlySchedule(cutoff=60),
     "LateSchedule(cutoff=0.3)": LateSchedule(cutoff=60),
-    "ChainedSchedule([LinearSchedule(steps=0.5), ConstantSchedule(0.0)], milestones=[0.8])": ChainedSchedule(
-        [LinearSchedule(steps=100), ConstantSchedule(0.0)], [160]
-    ),
-    "ChainedSchedule([LinearSchedule(steps=0.5), ConstantSchedule(0.0)], milestones=[160])": ChainedSchedule(
-        [LinearSchedule(steps=100), ConstantSchedule(0.0)], [160]
-    ),
+    **{
+        f"ChainedSchedule([LinearSchedule(steps=0.5), ConstantSchedule(0.0)], milestones=[{milestone}])": CHAINED
+        for milestone in (0.8, 160)
+    },
 }
 
 

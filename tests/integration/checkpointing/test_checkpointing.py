@@ -341,15 +341,10 @@ def a_backward_after_the_sampling_context(model: nn.Sequential, x: Tensor, way: 
 
 
 SCENARIOS = [
-    one_module_twice_in_a_forward,
-    two_rates_before_one_backward,
-    the_first_two_steps_of_a_ramp,
-    a_clean_forward_before_a_noisy_one,
-    equal_seeds_at_two_rates,
-    a_teacher_from_the_same_rng_state,
-    a_probe_before_the_backward,
-    a_backward_after_the_sampling_context,
-]
+    one_module_twice_in_a_forward, two_rates_before_one_backward, the_first_two_steps_of_a_ramp,
+    a_clean_forward_before_a_noisy_one, equal_seeds_at_two_rates, a_teacher_from_the_same_rng_state,
+    a_probe_before_the_backward, a_backward_after_the_sampling_context,
+]  # fmt: skip
 
 
 def gradient(scenario: Scenario, way: Forward) -> Tensor:

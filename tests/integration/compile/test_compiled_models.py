@@ -9,17 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    HookdropWarning,
-    InjectionError,
-    LinearSchedule,
-    Regularizer,
-    find,
-    inject,
-    without_hooks,
-)
+from hookdrop import DropBlock, Dropout, HookdropWarning, InjectionError, LinearSchedule, find, inject, without_hooks
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from hookdrop.recipes import set_dropout
 from hookdrop.utils.torch_internals import disable_dynamo
@@ -51,40 +41,21 @@ def test_a_schedule_that_is_not_advancing_warns() -> None:
 
 
 ONE_GRAPH = {"backend": "aot_eager", "fullgraph": True}
-
-
-def whole(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.compile(model, **ONE_GRAPH)
-
-
-def in_place(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    model.compile(**ONE_GRAPH)
-    return model
-
-
-def by_regions(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    for block in model:
-        block.compile(**ONE_GRAPH)
-    return model
-
-
-def step_function(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.compile(lambda x: model(x) * 1.0, **ONE_GRAPH)
+WAYS: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "the model": partial(torch.compile, **ONE_GRAPH),
+    "in place": lambda model: model.compile(**ONE_GRAPH) or model,
+    "by regions": lambda model: [block.compile(**ONE_GRAPH) for block in model] and model,
+    "a step function": lambda model: torch.compile(lambda x: model(x) * 1.0, **ONE_GRAPH),
+}
 
 
 @pytest.mark.parametrize(
-    ("compile_", "regularizer"),
-    [
-        (whole, DropBlock(0.5, 3, normalize=None)), (whole, Dropout(0.5)), (in_place, Dropout(0.5)),
-        (by_regions, Dropout(0.5)), (step_function, Dropout(0.5)),
-    ],
-)  # fmt: skip
-def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(
-    compile_: Callable[..., Any], regularizer: Regularizer
-) -> None:
+    ("way", "regularizer"), [("the model", DropBlock(0.5, 3, normalize=None)), *((way, Dropout(0.5)) for way in WAYS)]
+)
+def test_hooks_placed_and_removed_after_compiling_take_effect_immediately(way: str, regularizer: Any) -> None:
     """PyTorch's guards notice them, without a warning, a graph break or a new batch size."""
     model = net()
-    fraction = partial(zeroed, compile_(model), torch.ones(64, 64, 12, 12))
+    fraction = partial(zeroed, WAYS[way](model), torch.ones(64, 64, 12, 12))
 
     assert fraction() == 0
     for _ in range(2):
@@ -183,9 +154,7 @@ def test_a_compiled_train_step_follows_the_optimizer() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     drop.follow(optimizer)
     fast = compiled(model)
-    for _ in range(12):
-        fast(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
+    optimize(fast, 12, optimizer, torch.ones(2, 4))
     assert drop.step_count == 12
 
 

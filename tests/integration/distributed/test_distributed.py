@@ -195,8 +195,6 @@ def test_ranks_share_no_image(example: ModuleType, monkeypatch: pytest.MonkeyPat
         example.run(example.parse_args(["--batch-size=30", "--out", str(tmp_path)]), torch.device("cpu"))
 
 
-PLAIN_PAGE = ROOT / "docs" / "trainers" / "plain.md"
-
 REPORT = """
 import json
 rank, gathered = dist.get_rank(), [None, None]
@@ -212,18 +210,14 @@ dist.destroy_process_group()
 """
 
 
-def plain_program() -> str:
-    """The definitions of the page's first program and its block for several processes."""
-    codes = [block.text for block in blocks_of(PLAIN_PAGE) if block.kind == "code"]
-    definitions, found, _ = codes[0].partition("parts = build()")
-    assert found
-    return definitions + next(code for code in codes if "init_process_group" in code)
-
-
 def test_ranks_have_equal_weights_and_different_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program in `docs/trainers/plain.md`, under torchrun with two processes."""
+    """The definitions of the first program in `docs/trainers/plain.md`, and its block for several processes."""
     pytest.importorskip("timm")
-    (tmp_path / "train.py").write_text(plain_program() + REPORT)
+    codes = [block.text for block in blocks_of(ROOT / "docs" / "trainers" / "plain.md") if block.kind == "code"]
+    definitions, found, _ = codes[0].partition("parts = build()")
+    several = next(code for code in codes if "init_process_group" in code)
+    assert found
+    (tmp_path / "train.py").write_text(definitions + several + REPORT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

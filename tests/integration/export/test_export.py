@@ -190,10 +190,15 @@ class TestExportInTrainMode:
             assert next(iter(find(twin))).p == 0.4
         assert drop.probe(X).dropped == pytest.approx(0.4, abs=0.03)
 
-    def test_make_fx_keeps_the_current_rate(self) -> None:
+    @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+    @pytest.mark.parametrize(
+        "regularizer",
+        [Dropout2d(0.4), *(DropBlock(0.4, 3, normalize=n) for n in ("batch", "sample", "expected", None))],
+    )
+    def test_make_fx_keeps_the_current_rate(self, regularizer: nn.Module, mode: str) -> None:
         """No warning is raised, because the compiler uses it too, and hooks keep no symbolic values."""
-        model, drop = one_site(Dropout2d(0.4))
-        graph = make_fx(model, tracing_mode="symbolic")(X)
+        model, drop = one_site(regularizer)
+        graph = make_fx(model, tracing_mode=mode)(X)
         drop.step()
         assert zero_fraction(graph(X)) == pytest.approx(0.2, abs=0.05)
         assert not torch.equal(graph(X), graph(X))

@@ -3,7 +3,6 @@
 import copy
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from hookdrop import HookdropWarning, InjectionError, LayerError, functional, inject, plan
-from hookdrop.recipes import dropblock_detector, dropblock_resnet, dropblock_unet, timm_dropblock
-from hookdrop.regularizers import as_regularizer
+from hookdrop.recipes import dropblock_detector, dropblock_resnet, dropblock_unet
 from tests.support.models import from_timm, from_torchvision, randomize_norms, toy
 from tests.support.tensors import all_equal
 from tests.support.training import train_step
@@ -292,42 +290,6 @@ class TestTheDropBlockPaper:
         expected |= {f"{block}.downsample.1" if block.endswith(".0") else block for block in blocks}
         assert set(sites) == expected
         assert all(p == (0.1 if name.startswith("layer3") else 0.4) for name, p in sites.items())
-
-
-@dataclass(frozen=True)
-class with_timms_module(timm_dropblock):
-    def sites(self, model: nn.Module, survey: Any) -> list[Any]:
-        theirs = {5: timm.layers.DropBlock2d(self.p, 5, 0.25), 3: timm.layers.DropBlock2d(self.p, 3, 1.0)}
-        found = super().sites(model, survey)
-        return [replace(site, regularizer=as_regularizer(theirs[site.regularizer.block_size])) for site in found]
-
-
-class TestTimmsDropBlock:
-    """`drop_block_rate=` of timm, with timm's module, under the same seed."""
-
-    @pytest.mark.parametrize("name", ["skresnet18", "gcresnext26ts"])
-    def test_outputs_and_gradients_match_timm(self, name: str) -> None:
-        torch.manual_seed(0)
-        native = randomize_norms(timm.create_model(name, drop_block_rate=0.3, num_classes=5))
-        clean, without = timm.create_model(name, num_classes=5), timm.create_model(name, num_classes=5)
-        clean.load_state_dict(native.state_dict())
-        without.load_state_dict(native.state_dict())
-        assert inject(clean, with_timms_module(0.3)).sites
-        x = torch.randn(2, 3, 128, 128)
-        theirs = train_step(native, x)
-        assert all_equal(train_step(clean, x), theirs)
-        assert not torch.equal(train_step(without, x)[0], theirs[0])
-
-    def test_gamma_scale_multiplies_the_rate_of_hookdrops_dropblock(self) -> None:
-        drop = inject(timm.create_model("resnet18"), timm_dropblock(p=0.2))
-        settings = {(site.name.split(".")[0], site.p, site.regularizer) for site in drop.sites}
-        assert settings == {
-            ("layer3", 0.05, "DropBlock(p=0.05, block_size=5)"), ("layer4", 0.2, "DropBlock(p=0.2, block_size=3)"),
-        }  # fmt: skip
-
-    def test_model_with_drop_block_rate_raises(self) -> None:
-        with pytest.raises(InjectionError, match=r"already has it: layer3\.0\.drop_block is a DropBlock2d"):
-            inject(timm.create_model("resnet18", drop_block_rate=0.1), timm_dropblock())
 
 
 detection = torchvision.models.detection

@@ -42,10 +42,6 @@ def convnext() -> nn.Module:
 IMAGES = torch.randn(2, 3, 64, 64)
 
 
-def densenet() -> nn.Module:
-    return torchvision.models.DenseNet(8, (2, 2), 16, drop_rate=0.3, num_classes=5)
-
-
 def wav2vec2() -> nn.Module:
     sizes = {"conv_dim": (16,), "conv_stride": (2,), "conv_kernel": (2,), "apply_spec_augment": False}
     return transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**SIZE, **sizes, layerdrop=0.2))
@@ -53,15 +49,16 @@ def wav2vec2() -> nn.Module:
 
 SAMPLED: dict[str, tuple[Callable[[], nn.Module], Any, set[str]]] = {
     "timm's ResNet": (resnet, IMAGES, {"DropPath", "DropBlock2d", "ResNet"}),
-    "torchvision's DenseNet": (densenet, IMAGES, {"_DenseLayer"}),
+    "torchvision's DenseNet": (
+        lambda: torchvision.models.DenseNet(8, (2, 2), 16, drop_rate=0.3, num_classes=5), IMAGES, {"_DenseLayer"},
+    ),
     "BART": (
-        lambda: bart("Model", encoder_layerdrop=0.2),
-        TOKENS,
+        lambda: bart("Model", encoder_layerdrop=0.2), TOKENS,
         {f"Bart{part}" for part in ("Encoder", "EncoderLayer", "Decoder", "DecoderLayer", "Attention")},
     ),
     "LLaMA": (lambda: llama("Model", attention_dropout=0.3), TOKENS, {"LlamaAttention"}),
     "Wav2Vec 2.0": (wav2vec2, torch.randn(2, 64), {"Dropout", "Wav2Vec2Attention", "Wav2Vec2Encoder"}),
-}
+}  # fmt: skip
 """A model, its input, and the classes whose modules drop in training mode."""
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "a stack of LSTMs": (lambda: nn.LSTM(16, 16, 2, dropout=0.3), (torch.randn(4, 2, 16),)),

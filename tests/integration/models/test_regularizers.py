@@ -14,7 +14,7 @@ from hookdrop import Dropout, DropPath, HookdropWarning, LayerError, LinearSched
 from hookdrop.functional import drop_block
 from hookdrop.utils import names as wrapper_names
 from tests.support.models import Small, from_timm, names, toy
-from tests.support.training import backward, scheduled
+from tests.support.training import optimize, scheduled, seeded
 
 
 @pytest.mark.parametrize("scale", [True, False])
@@ -22,20 +22,14 @@ def test_drop_path_matches_timm_under_the_same_seed(scale: bool) -> None:
     from timm.layers import DropPath as Timm
 
     x = torch.randn(64, 3, 4)
-    torch.manual_seed(1)
-    theirs = Timm(0.3, scale_by_keep=scale)(x)
-    torch.manual_seed(1)
-    torch.testing.assert_close(DropPath(0.3, scale=scale)(x), theirs)
+    torch.testing.assert_close(seeded(DropPath(0.3, scale=scale), x), seeded(Timm(0.3, scale_by_keep=scale), x))
 
 
 @pytest.mark.parametrize(("p", "mode"), [(0.1, "row"), (0.25, "row"), (0.9, "row"), (0.5, "batch")])
 def test_drop_path_matches_torchvision_under_the_same_seed(p: float, mode: str) -> None:
     stochastic_depth = pytest.importorskip("torchvision").ops.stochastic_depth
     x = torch.randn(256, 3, 4, 4) + 4.0
-    torch.manual_seed(3)
-    expected = stochastic_depth(x, p, mode)
-    torch.manual_seed(3)
-    out = DropPath(p, mode).train()(x)
+    expected, out = seeded(stochastic_depth, x, p, mode), seeded(DropPath(p, mode).train(), x)
     assert torch.equal(out == 0, expected == 0)
     torch.testing.assert_close(out, expected, rtol=2.0**-22, atol=0.0)
 
@@ -81,15 +75,9 @@ def test_removed_tokens_are_those_of_timm_patch_dropout(p: float, prefix: int) -
     x = torch.randn(6, 30 + prefix, 8, requires_grad=True)
     results = []
     for drop in (TokenDropout(p, prefix, remove=True), PatchDropout(p, num_prefix_tokens=prefix)):
-        torch.manual_seed(0)
-        y = drop.train()(x)
+        y = seeded(drop.train(), x)
         results.append((y, torch.autograd.grad(y.square().sum(), x)[0]))
     assert all(map(torch.equal, *results))
-
-
-def direct() -> nn.Module:
-    """Calls `forward` of a submodule directly."""
-    return toy(lambda self, x: self.fc.forward(x), fc=nn.Linear(8, 8))
 
 
 def square(size: int) -> torch.Tensor:
@@ -99,13 +87,12 @@ def square(size: int) -> torch.Tensor:
 NARROW = {"img_size": 32, "depth": 1, "embed_dim": 32, "num_heads": 2}
 
 
-def tiny_swin() -> nn.Module:
-    return pytest.importorskip("torchvision").models.SwinTransformer([4, 4], 12, [1, 1], [2, 2], [4, 4])
-
-
 NEVER = {
-    "called by .forward()": (direct, torch.ones(2, 8), "fc", "f?"),
-    "torchvision swin attn.qkv": (tiny_swin, square(32), "features.1.0.attn.qkv", "**.attn.qkv"),
+    "called by .forward()": (lambda: toy(lambda m, x: m.fc.forward(x), fc=nn.Linear(8, 8)), torch.ones(2, 8), "fc", "f?"),
+    "torchvision swin attn.qkv": (
+        lambda: pytest.importorskip("torchvision").models.SwinTransformer([4, 4], 12, [1, 1], [2, 2], [4, 4]), square(32),
+        "features.1.0.attn.qkv", "**.attn.qkv",
+    ),
     "timm attn_drop under fused attention": (
         from_timm("vit_tiny_patch16_224", **NARROW), square(32), "blocks.0.attn.attn_drop", "**.attn_drop",
     ),
@@ -126,23 +113,6 @@ def test_never_called(case: tuple[Callable[[], nn.Module], torch.Tensor, str, st
     drop.seek(1)
     first_lines = [text.partition("\n")[0] for text in drop.check()]
     assert first_lines == [f"'dropout': {name!r} never ran, so nothing is dropped there."]
-
-
-def ema(model: nn.Module) -> nn.Module:
-    return pytest.importorskip("timm").utils.ModelEmaV3(model)
-
-
-def lora(model: nn.Module) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["fc"]))
-
-
-def fabric(model: nn.Module) -> nn.Module:
-    return pytest.importorskip("lightning").Fabric(accelerator="cpu").setup_module(model)
-
-
-def timm_task(model: nn.Module) -> nn.Module:
-    return pytest.importorskip("timm.task").ClassificationTask(model, nn.CrossEntropyLoss())
 
 
 def stand_in(name: str, attribute: str) -> Callable[[nn.Module], nn.Module]:
@@ -171,10 +141,10 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DataParallel": nn.DataParallel,
     "torch.compile": torch.compile,
     "AveragedModel": AveragedModel,
-    "timm's EMA": ema,
-    "PEFT": lora,
-    "Fabric": fabric,
-    "timm's TrainingTask": timm_task,
+    "timm's EMA": lambda model: pytest.importorskip("timm").utils.ModelEmaV3(model),
+    "PEFT": lambda m: (peft := pytest.importorskip("peft")).get_peft_model(m, peft.LoraConfig(target_modules=["fc"])),
+    "Fabric": lambda model: pytest.importorskip("lightning").Fabric(accelerator="cpu").setup_module(model),
+    "timm's TrainingTask": lambda m: pytest.importorskip("timm.task").ClassificationTask(m, nn.CrossEntropyLoss()),
     "DeepSpeed": stand_in("deepspeed.runtime.engine.DeepSpeedEngine", "module"),
     "ema-pytorch": stand_in("ema_pytorch.ema_pytorch.EMA", "ema_model"),
     "Opacus": stand_in("opacus.grad_sample.gsm_base.AbstractGradSampleModule", "_module"),
@@ -207,9 +177,7 @@ def test_follow_through_timm_lookahead() -> None:
     lookahead = Lookahead(optimizer)
     drop.follow(lookahead)
     drop.follow(optimizer)
-    for _ in range(3):
-        backward(model)
-        lookahead.step()
+    optimize(model, 3, lookahead, torch.ones(2, 4))
     assert drop.step_count == 3
 
 

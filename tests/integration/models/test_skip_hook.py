@@ -21,7 +21,7 @@ from hookdrop.recipes.base import RecipeSite
 from tests.support.compiling import fresh_compiler as fresh_compiler
 from tests.support.models import toy
 from tests.support.tensors import all_equal
-from tests.support.training import train_step
+from tests.support.training import seeded, train_step
 
 timm = pytest.importorskip("timm")
 
@@ -69,11 +69,8 @@ def test_skip_is_exact_in_every_dtype(model: Any, x: Tensor, p: float, dtype: to
     model, x = model.to(dtype), x.to(dtype)
     twin = copy.deepcopy(model.layer4[1])
     block = hooked(model, p)
-    torch.manual_seed(1)
-    out = block(x)
-    torch.manual_seed(1)
-    dropped = functional.drop_block(x, p, 2)
-    assert torch.equal(out, F.relu(branch_of(twin, x) + dropped))
+    dropped = seeded(functional.drop_block, x, p, 2)
+    assert torch.equal(seeded(block, x), F.relu(branch_of(twin, x) + dropped))
 
 
 def test_copies_and_pickles_keep_the_skip(model: Any, images: Tensor) -> None:
@@ -168,10 +165,7 @@ def test_checkpoint_inside_the_block(model: Any, x: Tensor, reentrant: bool) -> 
     plain = copy.deepcopy(model).layer4[1]
     addition = partial(checkpoint, lambda x: branch_of(inner, x) + x, use_reentrant=reentrant)
     block = rewritten(inner, lambda x: F.relu(addition(x)))
-    torch.manual_seed(2)
-    expected = torch.autograd.grad(plain(x).sum(), [x, plain.conv1.weight])
-    torch.manual_seed(2)
-    out = block(x)
+    expected, out = torch.autograd.grad(seeded(plain, x).sum(), [x, plain.conv1.weight]), seeded(block, x)
     if reentrant:
         with pytest.raises(InjectionError, match="a checkpoint inside the block"):
             out.sum().backward()

@@ -200,7 +200,6 @@ CASES: dict[str, tuple[Any, Callable[[], nn.Module], Any]] = {
     "stochastic_depth": (recipes.stochastic_depth(p=0.5), resnet, IMAGES),
     "stochastic_depth (subset)": (recipes.stochastic_depth(p=0.5, mode="subset"), vit, IMAGES),
     "dropblock_resnet": (recipes.dropblock_resnet(p=0.3, block_size=3), resnet, IMAGES.repeat(1, 1, 2, 2)),
-    "timm_dropblock": (recipes.timm_dropblock(p=0.3), resnet, IMAGES.repeat(1, 1, 2, 2)),
     "dropblock_unet": (recipes.dropblock_unet(p=0.3, block_size=3), UNet, IMAGES),
     "layer_drop": (recipes.layer_drop(p=0.5), llama, IDS),
     "residual_dropout": (recipes.residual_dropout(p=0.3), llama, {"input_ids": IDS}),

@@ -27,12 +27,8 @@ def drop(model: Small) -> Injection:
 
 
 def hooked_modules(model: nn.Module) -> list[str]:
-    return [
-        name
-        for name, module in model.named_modules()
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        if isinstance(hook, SiteHook)
-    ]
+    hooks = lambda module: (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return [name for name, module in model.named_modules() for hook in hooks(module) if isinstance(hook, SiteHook)]
 
 
 def calls_by_site(drop: Injection, model: nn.Module, x: torch.Tensor) -> dict[str, int]:
@@ -268,16 +264,12 @@ class TestMovedModules:
     def test_a_change_during_the_training_warns_at_the_next_training_forward(
         self, model: Small, drop: Injection, images: torch.Tensor, surgery: Callable[[Small], Any], words: str
     ) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        for _ in range(3):
-            model(images).sum().backward()
-            optimizer.step()
+        optimize(model, 3, x=images)
         surgery(model)
         model.eval()(images)
         with pytest.warns(HookdropWarning, match=words):
             model.train()(images)
-        model(images).sum().backward()
-        optimizer.step()
+        optimize(model, x=images)
         assert len(drop.check()) == 1
         assert not any(hook.listeners for hook in drop._sinks if hook.site == "conv1")
 

@@ -21,25 +21,13 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 
-from hookdrop import (
-    Dropout,
-    HookdropWarning,
-    InjectionError,
-    InjectionSpec,
-    LayerError,
-    LinearSchedule,
-    StateError,
-    find,
-    inject,
-)
+from hookdrop import Dropout, HookdropWarning, InjectionError, InjectionSpec, LayerError, StateError, find, inject
 from hookdrop.integrations.lightning import InjectionCallback
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::UserWarning:lightning",
-    "ignore::DeprecationWarning",
-    "ignore:.*LeafSpec",
+    "ignore::UserWarning:lightning", "ignore::DeprecationWarning", "ignore:.*LeafSpec",
     "error::hookdrop.HookdropWarning",
-)
+)  # fmt: skip
 
 BLOCK = InjectionSpec("DropBlock(p=0.3, block_size=3)", layers="model.0", schedule="LinearSchedule(steps=1.0)")
 HEAD = InjectionSpec("Dropout(p=0.5)", layers="model.4", schedule="LinearSchedule(steps=4)", at="input")
@@ -103,13 +91,13 @@ class TestSteps:
     def test_fractions_cover_the_training(self, settings: dict[str, int], total: int) -> None:
         callback, model = InjectionCallback(BLOCK), Classifier()
         trainer(callback, **settings).fit(model, data())
-        assert callback.injection.schedule == LinearSchedule(steps=total)
+        assert str(callback.injection.schedule) == f"LinearSchedule(steps={total})"
         assert model.rates == rates(total)
 
     def test_accumulated_batches_count_once(self) -> None:
         callback, model = InjectionCallback(BLOCK), Classifier()
         trainer(callback, accumulate_grad_batches=2).fit(model, data())
-        assert callback.injection.schedule == LinearSchedule(steps=6)
+        assert str(callback.injection.schedule) == "LinearSchedule(steps=6)"
         assert model.rates == pytest.approx([0.3 * (step // 2) / 6 for step in range(12)])
 
     def test_the_optimizer_that_trains_the_module_counts(self) -> None:
@@ -304,10 +292,8 @@ def test_specs_in_a_configuration_file(tmp_path: Path) -> None:
         cli = LightningCLI(Classifier, args=args, run=False)
         cli.trainer.fit(cli.model, data())
         callback = next(each for each in cli.trainer.callbacks if isinstance(each, InjectionCallback))
-        assert [(drop.name, str(drop.schedule)) for drop in callback.injection] == [
-            ("dropblock", "LinearSchedule(steps=12)"),
-            ("dropout", "ConstantSchedule()"),
-        ]
+        schedules = [str(drop.schedule) for drop in callback.injection]
+        assert schedules == ["LinearSchedule(steps=12)", "ConstantSchedule()"]
 
 
 def test_metrics_are_logged_unless_disabled(tmp_path: Path) -> None:

@@ -49,9 +49,7 @@ def assert_close(found: nn.Module, expected: nn.Module, other: nn.Module) -> Non
     assert not all(torch.allclose(*pair, rtol=1e-3) for pair in zip(weights(found), weights(other), strict=True))
 
 
-def fit_lightning(
-    folder: Path, penalty: str, automatic: bool = True, scaled: bool = False, **settings: Any
-) -> nn.Module:
+def fit_lightning(folder: Path, penalty: str, automatic: bool = True, scaled: bool = False, **more: Any) -> nn.Module:
     lightning = pytest.importorskip("lightning")
     from lightning.pytorch.plugins import MixedPrecision
 
@@ -82,8 +80,8 @@ def fit_lightning(
             return torch.optim.SGD(self.parameters(), 0.1)
 
     if scaled:
-        settings["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
-    made = trainer(*callbacks(InjectionCallback, penalty, "model.0"), max_epochs=1, default_root_dir=folder, **settings)
+        more["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+    made = trainer(*callbacks(InjectionCallback, penalty, "model.0"), max_epochs=1, default_root_dir=folder, **more)
     made.fit(model := Classifier(), DataLoader(TensorDataset(X, Y), batch_size=4))
     return model
 

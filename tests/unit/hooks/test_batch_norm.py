@@ -98,9 +98,7 @@ def test_a_forward_without_gradients_warns_once_the_model_is_trained(model: Smal
     train_without_gradients(model, images)
 
 
-def test_training_with_gradients_does_not_look_at_its_callers(
-    model: Small, images: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_with_gradients_does_not_look_at_its_callers(model: Small, images: Tensor, monkeypatch: Any) -> None:
     inject(model, Dropout(0.5), layers="layer1.*")
     calls: list[Any] = []
     monkeypatch.setattr(hook, "collects_statistics", lambda: calls.append(1))

@@ -34,7 +34,7 @@ from hookdrop.recipes.base import Recipe, RecipeSite
 from tests.support.leaks import no_leaks
 from tests.support.models import Small, without_zeros
 from tests.support.tensors import zero_fraction
-from tests.support.training import half_ramped, run
+from tests.support.training import half_ramped, optimize, seeded
 
 
 @pytest.fixture
@@ -58,12 +58,12 @@ PORTABLE = {
 @pytest.mark.parametrize("at", PORTABLE)
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_portable_hooks_are_in_copies_but_not_in_pickles(model: Small, images: Tensor, at: str, protocol: int) -> None:
-    clean = run(model, images)
+    clean = seeded(model, images)
     drop = PORTABLE[at](model)
     average = copy.deepcopy(model)
     (own,) = find(average)
     assert [site.name for site in own.sites] == [site.name for site in drop.sites]
-    assert torch.equal(run(average, images), run(model, images))
+    assert torch.equal(seeded(average, images), seeded(model, images))
     own.seek(3)
     assert drop.step_count == 0
     for hooked in (model, copy.deepcopy(average).half()):  # the second as ultralytics does it
@@ -71,7 +71,7 @@ def test_portable_hooks_are_in_copies_but_not_in_pickles(model: Small, images: T
         assert b"hookdrop.hooks" not in pickled
         loaded = pickle.loads(pickled).float()
         assert not find(loaded)
-    assert torch.equal(run(pickle.loads(pickle.dumps(model, protocol)), images), clean)
+    assert torch.equal(seeded(pickle.loads(pickle.dumps(model, protocol)), images), clean)
     set_spawning_popen(object())
     try:
         to_a_process = pickle.dumps(model)
@@ -79,7 +79,7 @@ def test_portable_hooks_are_in_copies_but_not_in_pickles(model: Small, images: T
         set_spawning_popen(None)
     assert find(pickle.loads(to_a_process)).p == 0.5
     drop.remove()
-    assert torch.equal(run(model, images), clean)
+    assert torch.equal(seeded(model, images), clean)
 
 
 class Owner(nn.Module):
@@ -196,9 +196,7 @@ class TestThreads:
 
         def train() -> None:
             try:
-                for _ in range(200):
-                    trained(X.view(8, 8, 8)).sum().backward()
-                    optimizer.step()
+                optimize(trained, 200, optimizer, X.view(8, 8, 8))
             finally:
                 done.set()
 

@@ -12,7 +12,9 @@ from torch import nn
 
 from hookdrop import Dropout, HookdropWarning, Injection, LinearSchedule, inject
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
-from tests.support.training import backward, scheduled
+from tests.support.training import backward, optimize, scheduled
+
+X = torch.ones(2, 4)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
@@ -109,26 +111,20 @@ class TestResume:
     def resumed(optimizer_class: Any = torch.optim.AdamW) -> tuple[nn.Module, Injection, Any]:
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
         first = optimizer_class(model.parameters(), 1e-3)
-        for _ in range(50):
-            backward(model)
-            first.step()
+        optimize(model, 50, first, X)
         drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
         optimizer = optimizer_class(model.parameters(), 1e-3)
         drop.follow(optimizer)
         optimizer.load_state_dict(first.state_dict())
         return model, drop, optimizer
 
-    def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        backward(model)
-        optimizer.step()
-
     @pytest.mark.parametrize("restore", ["seek", "load_state_dict", "end"])
     def test_resumed_optimizer_with_a_new_schedule_warns_once(self, restore: str) -> None:
         """And `check` reports it until the step is set, or the schedule has ended."""
         model, drop, optimizer = self.resumed()
         with pytest.warns(HookdropWarning, match="has already taken 50 steps") as warned:
-            self.step(model, optimizer)
-        self.step(model, optimizer)
+            optimize(model, 1, optimizer, X)
+        optimize(model, 1, optimizer, X)
         moved = {"at step 0": "at step 2", "taken 50": "taken 52", "seek(50)": "seek(52)", "seek(0)": "seek(2)"}
         expected = reduce(lambda text, old: text.replace(old, moved[old]), moved, str(warned[0].message))
         assert (drop.step_count, drop.check()) == (2, [expected])
@@ -140,9 +136,7 @@ class TestResume:
             drop.follow(None).step(100)
         assert drop.check() == []
 
-    @pytest.mark.parametrize(
-        "restore", ["seek", "load_state_dict", "seek(0)", "without a step count", "a new optimizer"]
-    )
+    @pytest.mark.parametrize("restore", ["seek", "load_state_dict", "seek(0)", "without a step count", "new optimizer"])
     def test_other_steps_do_not_warn(self, restore: str) -> None:
         """Restored or explicit ones, and those of optimizers that count none."""
         kind = torch.optim.SGD if restore == "without a step count" else torch.optim.AdamW
@@ -153,18 +147,18 @@ class TestResume:
             drop.load_state_dict(saved)
         elif restore.startswith("seek"):
             drop.seek(50 if restore == "seek" else 0)
-        elif restore == "a new optimizer":
+        elif restore == "new optimizer":
             optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
             drop.follow(None).follow(optimizer)
-        self.step(model, optimizer)
+        optimize(model, 1, optimizer, X)
         assert drop.step_count == (51 if restore in ("seek", "load_state_dict") else 1)
 
     def test_resumed_momentum_warns(self) -> None:
         """SGD counts no steps, but only a new optimizer has no momentum."""
         model, drop, optimizer = self.resumed(partial(torch.optim.SGD, momentum=0.9))
         with pytest.warns(HookdropWarning, match="has already taken steps"):
-            self.step(model, optimizer)
-        self.step(model, optimizer)
+            optimize(model, 1, optimizer, X)
+        optimize(model, 1, optimizer, X)
         assert drop.step_count == 2
         assert not optimizer._optimizer_step_pre_hooks
 
@@ -177,9 +171,9 @@ class TestResume:
         optimizer.load_state_dict(optimizer.state_dict())
         scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": steps})
         with pytest.warns(HookdropWarning, match="has already taken steps") if steps else nullcontext():
-            self.step(model, optimizer)
+            optimize(model, 1, optimizer, X)
         scheduler.step()
-        self.step(model, optimizer)
+        optimize(model, 1, optimizer, X)
 
 
 class OtherOptimizer:

@@ -29,6 +29,7 @@ from hookdrop import (
 )
 from hookdrop.functional import mixout
 from hookdrop.recipes import neftune
+from tests.support.training import seeded
 
 LAYERS = {
     "Linear": (lambda: nn.Linear(6, 5), lambda: (torch.randn(3, 6),), ["weight"]),
@@ -36,11 +37,7 @@ LAYERS = {
     "Embedding": (lambda: nn.Embedding(9, 4), lambda: (torch.arange(6),), ["weight"]),
     "LSTM": (lambda: nn.LSTM(4, 5, 2), lambda: (torch.randn(3, 2, 4),), ["weight_hh_l0", "weight_hh_l1"]),
     "GRU": (lambda: nn.GRU(4, 5), lambda: (torch.randn(3, 2, 4),), ["weight_hh_l0"]),
-    "MultiheadAttention": (
-        lambda: nn.MultiheadAttention(8, 2),
-        lambda: (torch.randn(3, 2, 8),) * 3,
-        ["in_proj_weight"],
-    ),
+    "attention": (lambda: nn.MultiheadAttention(8, 2), lambda: (torch.randn(3, 2, 8),) * 3, ["in_proj_weight"]),
 }
 
 
@@ -51,11 +48,6 @@ def placed(layer, regularizer=None, **settings):
 
 def first(output):
     return output[0] if isinstance(output, tuple) else output
-
-
-def seeded(model, *x):
-    torch.manual_seed(3)
-    return model(*x)
 
 
 @pytest.fixture
@@ -125,8 +117,7 @@ class TestContexts:
         model, _ = placed(linear)
         given = {"0.weight": torch.ones(5, 6), "0.bias": torch.zeros(5)}
         found = seeded(functional_call, model, given, (x,))
-        torch.manual_seed(3)
-        torch.testing.assert_close(found, x @ Dropout(p=0.5)(given["0.weight"]).T)
+        torch.testing.assert_close(found, x @ seeded(Dropout(p=0.5), given["0.weight"]).T)
         gradient = grad(lambda weights: functional_call(model, weights, (x,)).sum())(given)["0.weight"]
         assert 0 < (gradient == 0).float().mean() < 1
 
@@ -188,10 +179,8 @@ class TestContexts:
         """The last one that is injected comes first."""
         model, _ = placed(linear)
         inject(model, GaussianNoise(std=0.1), layers="0", at="parameters", on_existing="stack")
-        found = seeded(model, x)
-        torch.manual_seed(3)
-        expected = Dropout(p=0.5)(GaussianNoise(std=0.1)(linear.weight))
-        torch.testing.assert_close(found, nn.functional.linear(x, expected, linear.bias), rtol=0, atol=0)
+        expected = seeded(nn.Sequential(GaussianNoise(std=0.1), Dropout(p=0.5)), linear.weight)
+        torch.testing.assert_close(seeded(model, x), nn.functional.linear(x, expected, linear.bias), rtol=0, atol=0)
         assert "weight" not in vars(linear)
 
     def test_threads_that_call_one_layer_at_once_raise(self, x):
@@ -209,8 +198,7 @@ class TestContexts:
     def test_pruned_and_normalized_weights_are_computed_from_regularized_ones(self, linear, x):
         prune.random_unstructured(linear, "weight", 0.5)
         model, _ = placed(linear)
-        torch.manual_seed(3)
-        expected = x @ (Dropout(p=0.5)(linear.weight_orig) * linear.weight_mask).T + linear.bias
+        expected = x @ (seeded(Dropout(p=0.5), linear.weight_orig) * linear.weight_mask).T + linear.bias
         torch.testing.assert_close(seeded(model, x), expected)
 
     def test_handle_records_and_rebuilds_sites_of_parameters(self):
@@ -316,11 +304,8 @@ class TestRefusals:
 class TestMixout:
     def test_equals_the_formula_of_the_paper(self):
         x, start = torch.randn(50, 40), torch.randn(50, 40)
-        torch.manual_seed(3)
-        found = mixout(x, start, 0.3)
-        torch.manual_seed(3)
-        kept = (Dropout(p=0.3)(torch.ones(50, 40)) > 0).float()
-        torch.testing.assert_close(found, (kept * x + (1 - kept) * start - 0.3 * start) / 0.7)
+        kept = (seeded(Dropout(p=0.3), torch.ones(50, 40)) > 0).float()
+        torch.testing.assert_close(seeded(mixout, x, start, 0.3), (kept * x + (1 - kept) * start - 0.3 * start) / 0.7)
         assert torch.equal(mixout(x, start, 1.0), start)
 
     def test_starts_at_the_weights_of_the_injection(self, linear, x):
@@ -329,8 +314,7 @@ class TestMixout:
         start = linear.weight.detach().clone()
         with torch.no_grad():
             linear.weight.mul_(2.0)
-        torch.manual_seed(3)
-        expected = start + Dropout(p=0.5)(linear.weight - start)
+        expected = start + seeded(Dropout(p=0.5), linear.weight - start)
         torch.testing.assert_close(seeded(model, x), nn.functional.linear(x, expected, linear.bias))
         assert drop.spec.to_dict() == {"regularizer": "Mixout(p=0.5)", "layers": ["0"], "name": "mixout"}
 

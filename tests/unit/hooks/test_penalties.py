@@ -413,11 +413,7 @@ class Undefined(Penalty):
 @pytest.mark.parametrize(
     ("penalty", "error", "says"),
     [
-        (
-            Returning(torch.ones(3)),
-            ShapeError,
-            r"at '0': penalize returned a tensor of shape \(3,\), but a loss term is a 0-d",
-        ),
+        (Returning(torch.ones(3)), ShapeError, r"at '0': penalize returned a tensor of shape \(3,\), but a loss term"),
         (Returning(None), ShapeError, "at '0': penalize returned NoneType, but a loss term is a 0-d tensor"),
         (Undefined(), NotImplementedError, r"Undefined must define penalize\(self, x, rate\)"),
     ],

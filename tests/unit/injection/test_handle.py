@@ -27,7 +27,7 @@ from hookdrop import (
 from hookdrop.hooks.registry import hooks_of
 from tests.support.models import ROWS, Small, mlp, pair
 from tests.support.tensors import zeroed
-from tests.support.training import layer, sgd
+from tests.support.training import layer, optimize, sgd
 
 
 def rates(drop: Injection) -> list[Any]:
@@ -98,10 +98,8 @@ class TestUnits:
         model, drop = self.drop()
         assert (drop.p, drop.keep_prob, drop.target_p) == (None, None, None)
         assert "p=0.2 of 0.2, std=5 of 5" in repr(drop)
-        assert drop.metrics() == {
-            f"hookdrop/dropout_gaussiannoise/{key}": value
-            for key, value in {"p": 0.2, "std": 5.0, "step": 0.0, "enabled": 1.0}.items()
-        }
+        expected = {"p": 0.2, "std": 5.0, "step": 0.0, "enabled": 1.0}
+        assert drop.metrics() == {f"hookdrop/dropout_gaussiannoise/{key}": value for key, value in expected.items()}
         drop.enabled = False
         drop.enabled = True
         assert rates(drop) == [0.1, 5.0, 0.2]
@@ -187,8 +185,7 @@ class TestSeveralInjections:
             every["droput"]
         assert "2 sites" in repr(every)
         every.follow(optimizer := sgd(model))
-        model(images).sum().backward()
-        optimizer.step()
+        optimize(model, 1, optimizer, images)
         assert ([drop.step_count for drop in every], every.check()) == ([11, 11], [])
         every.remove()
         assert (repr(find(model)), bool(find(model)), bool(every)) == ("<no injections>", False, False)
@@ -265,8 +262,7 @@ class TestPartsOfModels:
             model[0] = mlp()
         gc.collect()
         for step in range(1, 6):
-            model(torch.ones(2, 8)).sum().backward()
-            optimizer.step()
+            optimize(model, 1, optimizer, torch.ones(2, 8))
             assert find(model).step_count == step
 
     def test_handle_first_used_inside_without_hooks(self) -> None:

@@ -206,11 +206,13 @@ def test_repr_is_a_table() -> None:
 
 class TestProbeAndMeasuring:
     def test_probe_measures_without_side_effects(self, model: Small, images: torch.Tensor) -> None:
-        drop = inject(model, DropBlock(0.3, 3), layers="layer?.*.bn1", schedule=LinearSchedule(10))
+        rng = torch.get_rng_state()
+        drop = inject(model, DropBlock(0.3, 3), layers="**.bn1", schedule=LinearSchedule(10), example_input=images)
+        print(plan(model, Dropout(0.1), layers="**", example_input=images, on_existing="stack"))
         model.eval()
         model.layer1[0].train()
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        flags, rng = [m.training for m in model.modules()], torch.get_rng_state()
+        flags = [m.training for m in model.modules()]
         result = drop.probe(images, forwards=5, step=10)
         assert result.asked == pytest.approx(0.3)
         assert result.dropped == pytest.approx(0.3, abs=0.02)
@@ -331,15 +333,6 @@ class TestNoSideEffects:
         drop.probe(torch.randn(2, 3, 16, 16))
         with pytest.warns(HookdropWarning, match="covers the whole 6x6 map"):
             model(torch.randn(2, 3, 6, 6))
-
-
-def test_inject_does_not_change_the_random_state(model: nn.Module, images: torch.Tensor) -> None:
-    state = torch.get_rng_state()
-    drop = inject(model, DropBlock(0.5, 3), layers="layer1.*", example_input=images)
-    drop.probe(images)
-    print(plan(model, Dropout(0.1), layers="**", example_input=images, on_existing="stack"))
-    drop.remove()
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def net(channels: int = 3) -> nn.Module:

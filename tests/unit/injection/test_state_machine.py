@@ -52,10 +52,6 @@ class Run:
         return find(self.model)["dropout"]
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
-
-
 def dropped(model: nn.Module) -> float:
     with torch.no_grad():
         return float((model(X) == 0).float().mean())
@@ -70,7 +66,7 @@ class Handles(RuleBasedStateMachine):
         self.all: list[Run] = []
 
     def add(self, model: nn.Module, expected: Expected | None) -> Run:
-        self.all.append(Run(model, optimizer_of(model), expected))
+        self.all.append(Run(model, torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1), expected))
         return self.all[-1]
 
     def inject(self, run: Run, p: float, **settings: Any) -> None:

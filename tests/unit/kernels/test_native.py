@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookdrop import functional
 from hookdrop.functional import drop_block, dropout
@@ -20,6 +19,8 @@ from hookdrop.kernels import masking
 from hookdrop.kernels import native as kernel
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.random_numbers import successes
+from tests.support.tensors import Operations
+from tests.support.training import seeded
 
 needs_kernel = pytest.mark.skipif(
     not kernel.available(), reason="the compiled loops are not built (no C compiler) or disabled (HOOKDROP_KERNEL=0)"
@@ -161,9 +162,8 @@ def test_supported_inputs_use_the_loops(dtype: torch.dtype, shared: bool, memory
     expected[blocks.mask(blocks.rows(seeds)).expand_as(x)] = 0
     if dtype in FUSED:
         assert same_bits(kernel.mask_blocks(x, seeds, one, blocks), expected)
-        assert same_bits(
-            kernel.mask_elements(x, torch.empty_like(x, dtype=torch.bool).copy_(expected == 0), one), expected
-        )
+        dropped = torch.empty_like(x, dtype=torch.bool).copy_(expected == 0)
+        assert same_bits(kernel.mask_elements(x, dropped, one), expected)
     else:
         assert kernel.mask_blocks(x, seeds, one, blocks) is None
     assert kernel.zero_(x, seeds, blocks)
@@ -175,8 +175,7 @@ def same_with_and_without_loops(drop: Callable[[Tensor], Tensor], x: Tensor, abo
     results = []
     for context in (pytorch_only(), threads(count)):
         with context:
-            torch.manual_seed(3)
-            y = drop(x)
+            y = seeded(drop, x)
             results.append((y.detach(), *torch.autograd.grad(y, x, above)))
     assert all(map(same_bits, *results))
     assert torch.equal(results[0][0] == 0, results[0][1] == 0)
@@ -194,11 +193,6 @@ def test_dropout_is_bitwise_equal(memory_format: torch.memory_format, dtype: tor
 
 class TrivialSubclass(Tensor):
     """A subclass that adds nothing."""
-
-
-class PassThroughMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        return func(*args, **(kwargs or {}))
 
 
 UNSUPPORTED = {
@@ -248,7 +242,7 @@ def test_dispatch_modes_disable_the_compiled_loops() -> None:
     blocks, one = Blocks(2, 4, (9, 9), (3, 3)), torch.tensor(1.0)
     seeds, x = some_seeds(blocks, 0.1), torch.randn(2, 4, 9, 9)
     assert kernel.has_plain_memory(x)
-    with PassThroughMode():
+    with Operations():
         assert not kernel.has_plain_memory(x)
         assert kernel.mask_blocks(x, seeds, one, blocks) is None
         assert counts(seeds, blocks) is None

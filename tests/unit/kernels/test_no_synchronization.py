@@ -10,9 +10,7 @@ from hookdrop.functional import drop_block
 from hookdrop.kernels import random_numbers, triton_dropblock
 from tests.support.regularizers import EVERY, Case
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__ < (2, 14), reason="PyTorch 2.13 needs a CUDA device for fake CUDA tensors"
-)
+pytestmark = pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 needs a CUDA device for fake tensors")
 
 
 @pytest.fixture(autouse=True)

@@ -22,30 +22,17 @@ import hookdrop
 from hookdrop.kernels import random_numbers
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.random_numbers import rand, rand_like, randint, randn_like, replayed, successes, trials
-from tests.statistics.test_masks import (
-    CPU,
-    MIN_P_VALUE,
-    RATES,
-    Sampler,
-    by_successes,
-    by_trials,
-    gaps,
-    numbers,
-    positions,
-)
+from tests.statistics.test_masks import MIN_P_VALUE, RATES, Sampler, by_successes, by_trials, gaps, numbers, positions
+from tests.support.training import seeded
 
+CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 X = torch.zeros(2, 3, 4, 5, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
 
 
-def drawn(draw: Callable[[], Tensor]) -> Tensor:
-    torch.manual_seed(3)
-    return draw()
-
-
 def check_equal(ours: Callable[[], Tensor], theirs: Callable[[], Tensor]) -> None:
     """The same numbers, dtype, device and strides."""
-    torch.testing.assert_close(drawn(ours), drawn(theirs), rtol=0, atol=0, check_stride=True)
+    torch.testing.assert_close(seeded(ours), seeded(theirs), rtol=0, atol=0, check_stride=True)
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (0, 2), [2, 3], torch.Size([5, 1, 2])], ids=str)

@@ -147,9 +147,7 @@ class TestRates:
 
 class TestHandle:
     def test_schedule_step_disable_and_remove(self, model: Any) -> None:
-        with inject(
-            model, set_dropout(), p_scale={"**": 0.5}, schedule=EarlySchedule(cutoff=0.3), total_steps=10
-        ) as own:
+        with inject(model, set_dropout(), p_scale={"**": 0.5}, schedule=EarlySchedule(0.3), total_steps=10) as own:
             assert rates(model) == [0.05, 0.1, 0.15]
             own.step(3)
             assert rates(model) == [0, 0, 0]
@@ -188,6 +186,10 @@ class TestHandle:
         second.remove()
         assert rates(model) == [0.1, 0.2, 0.3]
         first.remove()
+        for name in ("first", "second"):
+            inject(model, set_dropout(p=0.5), on_existing="stack", name=name)
+        inject(model, set_dropout(p=0.6), on_existing="replace").remove()  # of the whole stack
+        assert (rates(model), bool(find(model))) == ([0.1, 0.2, 0.3], False)
 
     def test_a_rate_of_a_shared_object_is_one_site(self) -> None:
         model = nn.Sequential(Block(config := SimpleNamespace(dropout=0.2)), Block(config))
@@ -199,12 +201,6 @@ class TestHandle:
         assert (config.dropout, bool(find(model[0]))) == (0.6, False)
         second.remove()
         assert config.dropout == 0.2
-
-    def test_replacing_a_stack_restores_the_rate_of_the_model(self, model: Any) -> None:
-        for name in ("first", "second"):
-            inject(model, set_dropout(p=0.5), on_existing="stack", name=name)
-        inject(model, set_dropout(p=0.6), on_existing="replace").remove()
-        assert (rates(model), bool(find(model))) == ([0.1, 0.2, 0.3], False)
 
     def test_a_replacement_that_may_not_warn_changes_nothing(self, model: Any) -> None:
         drop = inject(model, set_dropout(p=0.5))

@@ -16,6 +16,7 @@ from hookdrop import DropBlock, DropKey, Dropout, HeadDropout, InjectionError, L
 from hookdrop.regularizers import REGULARIZERS
 from tests.support.regularizers import ACTIVATIONS, EVERY, REPRESENTATIVE, SINGLE_SAMPLE, SITES, Affine, Case
 from tests.support.tensors import all_equal
+from tests.support.training import gradients_of, seeded
 
 
 def cases(some: dict[str, Case]) -> pytest.MarkDecorator:
@@ -32,14 +33,6 @@ def test_cases_cover_every_regularizer() -> None:
     assert set(REGULARIZERS.values()) <= {type(case.regularizer) for case in EVERY.values()}
 
 
-def seeded(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        torch.manual_seed(3)
-        return function(*args)
-
-    return call
-
-
 def hooked(case: Case) -> tuple[nn.Sequential, Weights, torch.Tensor]:
     model = case.model(torch.float64)
     inject(model, case.regularizer, layers=SITES)
@@ -52,8 +45,8 @@ def hooked(case: Case) -> tuple[nn.Sequential, Weights, torch.Tensor]:
 @cases(REPRESENTATIVE)
 def test_grad_of_functional_call_equals_backward(case: Case) -> None:
     model, weights, x = hooked(case)
-    found = seeded(grad(lambda weights: functional_call(model, weights, (x,)).square().sum()))(weights)
-    seeded(model)(x).square().sum().backward()
+    found = seeded(grad(lambda weights: functional_call(model, weights, (x,)).square().sum()), weights)
+    seeded(model, x).square().sum().backward()
     assert all_equal(list(found.values()), [p.grad for p in model.parameters()])
 
 
@@ -104,14 +97,14 @@ def test_jacobians_and_hessians_agree_in_all_modes(name: str) -> None:
         return model(x).sum((0, 1)).flatten()
 
     jacobian = torch.autograd.functional.jacobian
-    expected = seeded(lambda: jacobian(sums, x))()
+    expected = seeded(jacobian, sums, x)
     assert expected.any()
-    torch.testing.assert_close(seeded(jacrev(sums))(x), expected)
-    torch.testing.assert_close(seeded(jacfwd(sums, randomness="same"))(x), expected)
-    torch.testing.assert_close(seeded(lambda: jacobian(sums, x, vectorize=True))(), expected)
+    torch.testing.assert_close(seeded(jacrev(sums), x), expected)
+    torch.testing.assert_close(seeded(jacfwd(sums, randomness="same"), x), expected)
+    torch.testing.assert_close(seeded(jacobian, sums, x, vectorize=True), expected)
     (small, _, x), total = hooked(Case(EVERY[name].regularizer, (2, 4, 4, 4))), lambda x: small(x).sum()
-    second = seeded(jacrev(jacrev(total)))(x)
-    torch.testing.assert_close(seeded(jacfwd(jacrev(total), randomness="same"))(x), second)
+    second = seeded(jacrev(jacrev(total)), x)
+    torch.testing.assert_close(seeded(jacfwd(jacrev(total), randomness="same"), x), second)
 
 
 # --- contexts
@@ -128,10 +121,7 @@ IN_CONTEXT = pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
 
 
 def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    torch.manual_seed(5)
-    model.zero_grad()
-    model(x).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
+    return gradients_of(model, lambda: seeded(model, x).square().sum())
 
 
 @IN_CONTEXT
@@ -249,8 +239,7 @@ def test_tensor_subclass_is_kept_and_allows_inplace_operations(case: Case, share
     results = []
     for x in (plain.clone(), with_meta(plain)):
         x.requires_grad_(shared)
-        torch.manual_seed(7)
-        y = model(x * 1.0)
+        y = seeded(model, x * 1.0)
         before = y.detach().clone()
         assert y.relu_() is y
         if shared:

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 
 import hypothesis.strategies as st
@@ -31,6 +32,7 @@ from hookdrop.functional import drop_block, dropout
 from hookdrop.kernels.blocks import gamma_for
 from tests.support.models import Small
 from tests.support.tensors import within
+from tests.support.training import seeded
 
 THEIRS: dict[str, tuple[Callable[[float], Regularizer], Callable[[Tensor, float], Tensor], tuple[int, ...]]] = {
     "Dropout": (Dropout, lambda x, p: F.dropout(x, p), (4, 6, 8, 8)),
@@ -48,10 +50,7 @@ def test_matches_torch_functional_with_the_same_seed(name: str, p: float) -> Non
     """The masks are equal, and the rest is equal up to the last bit of 1 / (1 - p)."""
     ours, theirs, shape = THEIRS[name]
     x = torch.randn(shape) + 4.0
-    torch.manual_seed(3)
-    wanted = theirs(x, p)
-    torch.manual_seed(3)
-    got = ours(p).train()(x)
+    wanted, got = seeded(theirs, x, p), seeded(ours(p).train(), x)
     assert torch.equal(got == 0, wanted == 0)
     torch.testing.assert_close(got, wanted, rtol=2.0**-22, atol=0.0)
 
@@ -62,12 +61,8 @@ SHAPE_OF = {
 }  # fmt: skip
 HALVES = torch.zeros(2, 3, 4, 4)
 ARGUMENTS = {
-    "cutout": (3, 0.5),
-    "head_dropout": (0.5, 2),
-    "layer_drop": (HALVES, 0.5),
-    "masksembles": (2,),
-    "mixout": (HALVES, 0.5),
-}
+    "cutout": (3, 0.5), "head_dropout": (0.5, 2), "layer_drop": (HALVES, 0.5), "masksembles": (2,), "mixout": (HALVES, 0.5),
+}  # fmt: skip
 """Those after the input; for the others, the rate."""
 INVALID = {
     "cutout": (3, -0.5), "head_dropout": (-0.5, 2), "layer_drop": (HALVES, -0.5), "clamp_activation_grad": (0.5, -0.5),
@@ -98,19 +93,14 @@ def test_functions_have_the_default_settings_of_the_classes() -> None:
 
 
 SHAPE = (3, 4, 5, 6)
+SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=3).map(tuple)
 AXES = [axes for size in (1, 2, 3, 4) for axes in combinations(range(4), size)]
-
-
-def seeded(regularizer: Regularizer, x: Tensor) -> Tensor:
-    torch.manual_seed(3)
-    return regularizer(x)
 
 
 @pytest.mark.parametrize("shared", AXES)
 def test_positions_along_the_shared_axes_have_one_mask_and_others_are_independent(shared: tuple[int, ...]) -> None:
     """The fraction of dropped slices is within 4 standard errors over all slices of 400 calls."""
     one = Dropout(0.3, shared=shared)
-    torch.manual_seed(0)
     masks = torch.stack([one(torch.ones(SHAPE)) == 0 for _ in range(400)])
     slices = masks.amin([axis + 1 for axis in shared], keepdim=True)
     assert torch.equal(masks, slices.expand_as(masks))
@@ -137,8 +127,7 @@ def test_the_named_classes_are_settings(
     x = torch.randn(shape, dtype=dtype)
     expected = seeded(name, x)
     torch.testing.assert_close(seeded(Dropout(0.3, shared=shared), x), expected, rtol=2**-22, atol=0.0)
-    torch.manual_seed(3)
-    assert torch.equal(dropout(x, 0.3, shared=name.shared), expected)
+    assert torch.equal(seeded(dropout, x, 0.3, shared=name.shared), expected)
 
 
 def test_plan_shows_the_shared_axes_and_warns_about_channels_last(model: Small, images: Tensor) -> None:
@@ -157,39 +146,13 @@ def test_samples_are_independent_unless_they_share_a_mask(shared: tuple[int, ...
     assert Dropout(0.1, shared=1).shared == (1,)
 
 
-def mean_and_error(maps: torch.Tensor) -> tuple[float, float]:
-    """Mean zeroed fraction over independent maps (rows), and its standard error."""
-    fractions = (maps == 0).double().flatten(1).mean(1)
-    return fractions.mean().item(), (fractions.std() / math.sqrt(len(fractions))).item()
+def test_a_block_larger_than_the_map_covers_it() -> None:
+    for size, block, edges in (((4, 4), 99, (4, 4)), ((5, 9), 7, (5, 7)), ((6,), 8, (6,))):
+        x = torch.ones(4, 8, *size)
+        assert torch.equal(*(seeded(drop_block, x, 0.3, given, channel_dim=1) for given in (block, edges)))
 
 
-SHAPES_AND_BLOCKS = [
-    ((14, 14), 7),
-    ((8, 8), 4),  # an even block
-    ((7, 7), 7),  # covers the map
-    ((5, 9), 7),  # larger than one axis
-    ((4, 4), 99),  # larger than the map
-    ((6, 17), (2, 5)),  # neither is square
-    ((6,), 8),
-    ((4, 8, 8), (1, 3, 5)),
-]
-
-
-@pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
-@pytest.mark.parametrize(("size", "block"), SHAPES_AND_BLOCKS)
-def test_zeroed_fraction_is_p(size: tuple[int, ...], block: int | tuple[int, ...], p: float) -> None:
-    """Within 4 standard errors, over 4,000 independent maps."""
-    y = drop_block(torch.ones(40, 100, *size), p, block, normalize=None, channel_dim=1)
-    mean, error = mean_and_error(y.flatten(0, 1))
-    assert abs(mean - p) < 4 * error
-    assert error < 0.01
-
-
-@given(
-    size=st.lists(st.integers(1, 60), min_size=1, max_size=3).map(tuple),
-    block=st.integers(1, 20),
-    p=st.floats(1e-6, 1 - 1e-6),
-)
+@given(size=SIZES, block=st.integers(1, 20), p=st.floats(1e-6, 1 - 1e-6))
 def test_exact_gamma_solves_its_equation(size: tuple[int, ...], block: int, p: float) -> None:
     """The dropped fraction, as a plain sum over positions, equals p."""
     blocks = tuple(min(block, s) for s in size)
@@ -236,17 +199,14 @@ def test_a_fully_dropped_sample_gives_zeros_not_nan() -> None:
 
 def test_other_axes_give_the_same_masks() -> None:
     """With the same seed: channels last, and axes of length 1."""
-
-    def drawn(x: torch.Tensor, *settings: object, **more: object) -> torch.Tensor:
-        torch.manual_seed(3)
-        return drop_block(x, 0.3, *settings, **more)
-
+    drawn = partial(seeded, drop_block, p=0.3)
     x = torch.randn(4, 6, 9, 11)
-    assert torch.equal(drawn(x.permute(0, 2, 3, 1), 3, channel_dim=-1).permute(0, 3, 1, 2), drawn(x, 3))
+    last = drawn(x.permute(0, 2, 3, 1), block_size=3, channel_dim=-1)
+    assert torch.equal(last.permute(0, 3, 1, 2), drawn(x, block_size=3))
     x = torch.ones(4, 6, 20)
-    one = drawn(x, 5, channel_dim=1)
-    assert torch.equal(one, drawn(x.unsqueeze(2), (1, 5)).squeeze(2))
-    assert torch.equal(one, drawn(x[:, :, None, None], (1, 1, 5)).squeeze(2).squeeze(2))
+    one = drawn(x, block_size=5, channel_dim=1)
+    assert torch.equal(one, drawn(x.unsqueeze(2), block_size=(1, 5)).squeeze(2))
+    assert torch.equal(one, drawn(x[:, :, None, None], block_size=(1, 1, 5)).squeeze(2).squeeze(2))
 
 
 def expected_fraction(size: int, length: int) -> float:

@@ -29,6 +29,7 @@ from hookdrop.functional import masksembles, neftune
 from hookdrop.regularizers.masksembles import draw_masks, fixed_masks, ones_per_mask
 from hookdrop.regularizers.styles import symmetric_beta
 from tests.support.tensors import HALF, all_equal, styled, within
+from tests.support.training import seeded
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -62,10 +63,7 @@ def test_noise_is_uniform_up_to_alpha_over_the_root_of_the_size(dtype: torch.dty
 def test_attention_mask_spares_padding_and_scales_by_real_length() -> None:
     """As in the authors' code: U(-1, 1) * mask * alpha / sqrt(real length * d), for the same draws."""
     x = torch.randn(2, 6, 16)
-    torch.manual_seed(1)
-    found = neftune(x, 5.0, MASK)
-    torch.manual_seed(1)
-    u = 2 * torch.rand_like(x) - 1
+    found, u = seeded(neftune, x, 5.0, MASK), 2 * seeded(torch.rand_like, x) - 1
     scale = 5.0 / (MASK.sum(1) * 16).sqrt()
     torch.testing.assert_close(found, x + u * MASK[..., None] * scale[:, None, None])
     assert torch.equal(found[MASK == 0], x[MASK == 0])
@@ -93,8 +91,7 @@ class TestShakeDrop:
         b = (b >= p).double()
         a, c = (low + (high - low) * u.double() for u, (low, high) in ((a, alpha), (c, beta)))
         mean = 1 - p + p * (alpha[0] + alpha[1]) / 2
-        torch.manual_seed(seed)
-        y = ShakeDrop(p, alpha, beta)(x)
+        y = seeded(ShakeDrop(p, alpha, beta), x, seed=seed)
         torch.testing.assert_close(y, (b + a - b * a) * x / mean, rtol=1e-6, atol=1e-6)
         weight = torch.randn_like(x)
         (grad,) = torch.autograd.grad((y * weight).sum(), x)
@@ -198,14 +195,12 @@ def changed_with_the_same_draws(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("regularizer", "paper"),
     [(MixStyle(0.5, alpha=0.3), mixed_with_the_same_draws), (DSU(0.5), changed_with_the_same_draws)],
-    ids=["MixStyle", "DSU"],
 )
 def test_matches_the_paper_with_the_same_draws(regularizer: Regularizer, paper: Any, seed: int) -> None:
     """Output and gradient; unchanged with probability 1/2."""
     x, weight, results = styled(dtype=torch.float64).requires_grad_(), torch.randn(6, 3, 5, 5), []
     for function in (regularizer, paper):
-        torch.manual_seed(seed)
-        y = function(x)
+        y = seeded(function, x, seed=seed)
         results.append([y, *torch.autograd.grad((y * weight).sum(), x)])
     torch.testing.assert_close(*results)
 
@@ -228,10 +223,7 @@ def test_lambda_follows_the_beta_distribution(alpha: float) -> None:
 def test_low_precision_rounds_only_the_result(regularizer: Regularizer, dtype: torch.dtype) -> None:
     """Statistics in float16 would lose a variance of 1e-6, and have a relative error of 1/2,000 in the mean."""
     x = styled(dtype=dtype)
-    torch.manual_seed(3)
-    found = regularizer(x)
-    torch.manual_seed(3)
-    torch.testing.assert_close(found, regularizer(x.float()).to(dtype), rtol=0, atol=0)
+    assert torch.equal(seeded(regularizer, x), seeded(regularizer, x.float()).to(dtype))
 
 
 @STYLES

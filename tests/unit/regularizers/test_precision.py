@@ -27,6 +27,7 @@ from hookdrop import (
 from tests.support.models import toy
 from tests.support.regularizers import ACTIVATIONS, DERIVING, EVERY, Case
 from tests.support.tensors import HALF
+from tests.support.training import seeded
 
 
 def test_a_regularizer_that_changes_the_dtype_raises() -> None:
@@ -143,12 +144,7 @@ def test_activations_that_work_in_place_or_save_their_output(case: Case, at: str
     """`mul_` breaks the backward of layers that save their output; backward hooks break before in-place layers."""
     case = Case(case.regularizer, (2, *case.shape[1:]))
     model = nn.Sequential(nn.Softplus(), copy.deepcopy(activation), nn.Identity(), copy.deepcopy(activation))
-    drop = inject(model, case.regularizer, layers="*", at=at)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(0)
-        return model(x)
-
+    drop, run = inject(model, case.regularizer, layers="*", at=at), partial(seeded, model)
     x = case.input(torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(run, x, fast_mode=True)
     with drop.recording(last=0):
@@ -189,8 +185,7 @@ def test_unusual_memory_layouts_match_their_contiguous_copy(case: Case, layout: 
     results = []
     for t in (x.clone(memory_format=torch.contiguous_format), x):
         t = t.detach().requires_grad_()
-        torch.manual_seed(0)
-        y = model(t)
+        y = seeded(model, t)
         results.append((y, torch.autograd.grad(y, t, torch.ones(x.shape))[0]))
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)

@@ -13,6 +13,7 @@ from hookdrop import InjectionError, LayerError, plan
 from hookdrop.recipes import dropblock_resnet, stochastic_depth
 from hookdrop.survey.branches import Branch
 from hookdrop.survey.facts import survey
+from hookdrop.survey.siblings import sibling_warnings
 from tests.support.models import toy
 
 C = 8
@@ -187,6 +188,132 @@ def test_adapters_are_no_branches() -> None:
     model = stack(pre_norm)
     model.parts[0].f = nn.Sequential(lora(), nn.GELU(), lora())
     assert {branch.end for branch in branches(model)} == {f"parts.{i}.{end}" for i in range(3) for end in "fg"}
+
+
+def exits(m: Any, x: Tensor) -> Any:
+    """Deep supervision: the outputs of one head for each block are summed."""
+    return sum(head(x := part(x)) for part, head in zip(m.parts, m.heads, strict=True))
+
+
+def wavenet(m: Any, x: Tensor) -> Any:
+    """Each layer adds to the stream, and to the output."""
+    out: Any = 0
+    for part, residual, head in zip(m.parts, m.residuals, m.heads, strict=True):
+        z = part(x).tanh()
+        x, out = x + residual(z), out + head(z)
+    return out
+
+
+def conditioned_wavenet(m: Any, x: Tensor) -> Any:
+    out: Any = 0
+    for part, residual, head in zip(m.parts, m.residuals, m.heads, strict=True):
+        h = part.f(x) + part.g(x[:, :1])
+        z = h.tanh() * h.sigmoid()
+        x, out = x + residual(z), out + head(z)
+    return out
+
+
+def elmo(m: Any, x: Tensor) -> Tensor:
+    """A weighted mean of the outputs of all layers."""
+    return sum(x.mul(0.5) if part is None else (x := part(x)) * 0.5 for part in (None, *m.parts))  # type: ignore[return-value]
+
+
+def nbeats(m: Any, x: Tensor) -> Any:
+    """Backcasts are subtracted from the input, and forecasts are summed."""
+    out: Any = 0
+    for part, residual, head in zip(m.parts, m.residuals, m.heads, strict=True):
+        h = part(x).relu()
+        x, out = x - residual(h), out + head(h)
+    return out
+
+
+OTHER_SUMS: dict[str, tuple[Form, str]] = {
+    "exits": (exits, "parts.#.f parts.#.g"),
+    "wavenet": (wavenet, "parts.#.f parts.#.g residuals.#"),
+    "conditioned wavenet": (conditioned_wavenet, "residuals.#"),
+    "elmo": (elmo, "parts.#.f parts.#.g"),
+    "n-beats": (nbeats, "parts.#.f parts.#.g residuals.#"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SUMS)
+def test_heads_whose_outputs_are_summed_are_no_branches(name: str) -> None:
+    form, ends = OTHER_SUMS[name]
+    linear = lambda: nn.ModuleList(nn.Linear(C, C) for _ in range(4))
+    blocks = nn.ModuleList(pre_norm() for _ in range(4))
+    found = branches(toy(form, parts=blocks, heads=linear(), residuals=linear()))
+    assert {one.end for one in found} == {end.replace("#", str(i)) for i in range(4) for end in ends.split()}
+
+
+@pytest.mark.parametrize("through", [tuple, lambda pair: dict(zip("ab", pair, strict=True)), list])
+def test_two_streams_that_pass_through_the_layers_together(through: Callable[[Any], Any]) -> None:
+    def reversible(m: Any, pair: Any) -> Any:
+        a, b = pair.values() if isinstance(pair, dict) else pair
+        a = a + m.f(m.p(b))
+        return through((a, b + m.g(m.q(a))))
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        pair = through(x.chunk(2, 1))
+        for part in m.parts:
+            pair = part(pair)
+        return torch.cat([*(pair.values() if isinstance(pair, dict) else pair)], 1)
+
+    model = toy(forward, parts=nn.ModuleList(block(reversible) for _ in range(4)))
+    assert {one.end for one in branches(model)} == {f"parts.{i}.{end}" for i in range(4) for end in "fg"}
+    assert all("several tensors" in reason for reason in survey(model, X).skippable.values())
+
+
+def test_a_branch_that_is_broadcast_to_its_skip() -> None:
+    last = block(lambda m, x: (y := x + m.f(m.p(x)[:, :1])) + m.g(m.q(y)))  # of the first token only
+    model = nn.Sequential(pre_norm(), pre_norm(), last)
+    assert [one.end for one in branches(model)] == [f"{i}.{end}" for i in range(3) for end in "fg"]
+    last.f.register_forward_hook(lambda module, args, out: out * 0)
+    last.g.register_forward_hook(lambda module, args, out: out * 0)
+    assert torch.equal(last(X), X)
+    assert survey(model, X).skippable == {"0": "", "1": "", "2": ""}
+
+
+def test_a_part_of_a_tensor_that_is_added() -> None:
+    """The rest goes on with the sum, as in a ReXNet, or to another sum."""
+    joined = block(lambda m, x: torch.cat([(y := m.f(m.p(x)))[..., :4] + x[..., :4], y[..., 4:]], -1))
+    assert [one.end for one in branches(nn.Sequential(joined, pre_norm()))] == ["0.f", "1.f", "1.g"]
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out: Any = 0
+        for part, both in zip(m.parts, m.heads, strict=True):
+            more, skip = both(part(x).tanh()).chunk(2, -1)
+            x, out = x + more, out + skip
+        return out  # type: ignore[no-any-return]
+
+    both = nn.ModuleList(nn.Linear(C, 2 * C) for _ in range(3))
+    shared = toy(forward, parts=nn.ModuleList(nn.Linear(C, C) for _ in both), heads=both)
+    with pytest.raises(LayerError, match="other uses"):
+        plan(shared, stochastic_depth(), example_input=X)
+
+
+def test_layers_are_the_innermost_repeated_blocks() -> None:
+    """An encoder with a branch of its own is no layer, and parts of one class are none of their own."""
+    positions = toy(lambda m, x: stacked(m, x + m.f(x)), f=nn.Linear(C, C), parts=stack(pre_norm).parts)
+    model = nn.Sequential(nn.Linear(C, C), positions, nn.Linear(C, C))
+    assert [name for name, reason in survey(model, X).skippable.items() if not reason] == [
+        f"1.parts.{i}" for i in range(3)
+    ]
+
+    def sub(*widths: int) -> nn.Module:
+        return toy(lambda m, x: x + m.body(x), body=nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths))))
+
+    layers = nn.Sequential(*(nn.Sequential(sub(C, 2 * C, C), sub(C, 3 * C, C)) for _ in range(3)))
+    assert [*survey(layers, X).skippable] == ["0", "1", "2"]
+
+
+def test_equal_modules_with_different_sites_are_named() -> None:
+    trace = survey(stack(pre_norm), X).trace
+    sites = [f"parts.{i}.{end}" for i in range(3) for end in "fg"]
+    assert not sibling_warnings(trace, sites, [])
+    [warning] = sibling_warnings(trace, sites[1:], [])
+    assert "'parts.0' and 'parts.1', 'parts.2' are equal modules" in warning
+    assert not sibling_warnings(trace, sites[1:], ["skipped 1 layer, 'parts.0': a reason"])
+    assert not sibling_warnings(survey(nn.Sequential(conv(2), conv(2)), torch.randn(2, C, 16, 16)).trace, ["0.two"], [])
 
 
 WITHOUT_ENDS: dict[str, Form] = {

@@ -215,9 +215,8 @@ class branches(Recipe):
 
 def broken_recipe(name: str, **changes: Any) -> type[branches]:
     """A recipe like `branches` with other methods; pickle finds it in this module."""
-    cls = dataclass(frozen=True, eq="__eq__" not in changes)(
-        type(name, (branches,), {"__module__": __name__, **changes})
-    )
+    decorated = dataclass(frozen=True, eq="__eq__" not in changes)
+    cls = decorated(type(name, (branches,), {"__module__": __name__, **changes}))
     globals()[name] = cls
     return cls
 

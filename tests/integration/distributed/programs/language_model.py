@@ -12,18 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import (
-    ActivationPenalty,
-    Dropout,
-    DropPath,
-    HeadDropout,
-    LayerDrop,
-    Mixout,
-    NEFTune,
-    find,
-    inject,
-    seed_per_rank,
-)
+from hookdrop import ActivationPenalty, Dropout, DropPath, HeadDropout, NEFTune, find, inject, seed_per_rank
 from tests.integration.distributed.programs.nets import assert_close, gathered, mean_gradients
 from tests.support.models import toy
 
@@ -56,11 +45,11 @@ def forward(m: Any, ids: torch.Tensor, attention_mask: torch.Tensor | None = Non
 
 def place(model: nn.Module) -> None:
     inject(model, NEFTune(5, attention_mask=True), layers="embed")
-    inject(model, LayerDrop(0.5), layers="layers.*")
+    inject(model, "LayerDrop(p=0.5)", layers="layers.*")
     inject(model, HeadDropout(0.3, heads=4), layers="layers.*.proj")
     inject(model, DropPath(0.5, mode="subset"), layers="layers.*.mlp")
     inject(model, Dropout(0.5), layers=["embed", "layers.*.qkv"], at="parameters", on_existing="stack")
-    inject(model, Mixout(0.5), layers="head")
+    inject(model, "Mixout(p=0.5)", layers="head")
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:

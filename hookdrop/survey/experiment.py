@@ -1,0 +1,92 @@
+"""Run a model on other inputs, or with changed outputs of some layers, and see what changes where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hookdrop.survey.isolation import call, restored_after, restored_objects, set_eval
+from hookdrop.utils.select import named_layers
+
+T = TypeVar("T")
+Edit = Callable[[Any], Any]
+NOTHING: Mapping[str, Edit] = {}
+
+
+def experiment(
+    model: nn.Module, example: Any, watch: Callable[[str, str, Any], T | None], edits: Mapping[str, Edit] = NOTHING
+) -> list[T]:
+    """Call a model in eval mode without gradients, restore it, and return what `watch` has seen, in order.
+
+    Parameters that are almost 0 are random meanwhile. They hide what depends on them: a position bias, the last layer
+    of a branch or its scale are often 0 at initialization, and no longer after the first update.
+
+    Args:
+        model: the model without wrappers.
+        example: what it is called with.
+        watch: called with the name of a layer, `"input"` or `"output"`, and what the layer gets or returns. None is
+            left out of the result.
+        edits: functions that change the output of layers, by name; `watch` sees the output before.
+    """
+    found: list[T] = []
+
+    def note(name: str, at: str, value: Any) -> None:
+        if (seen := watch(name, at, value)) is not None:
+            found.append(seen)
+
+    def hooks(name: str) -> tuple[Callable[..., None], Callable[..., Any]]:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            note(name, "output", output)
+            return edits[name](output) if name in edits else None
+
+        return lambda module, args, kwargs: note(name, "input", (args, kwargs)), after
+
+    with ExitStack() as stack:
+        stack.enter_context(restored_after(model, trains=False))
+        stack.enter_context(restored_objects(model))
+        stack.enter_context(torch.no_grad())
+        set_eval(model)
+        # Registered last, so that an edit changes what a hook of hookdrop would change.
+        for name, module in [(layer.name, layer.module) for layer in named_layers(model)]:
+            if not isinstance(module, torch.jit.ScriptModule):
+                before, after = hooks(name)
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after).remove)
+        values = _random_values(model)
+        call((lambda *args, **kwargs: functional_call(model, values, args, kwargs)) if values else model, example)
+    return found
+
+
+def _random_values(model: nn.Module) -> dict[str, Tensor]:
+    """Return random numbers for the parameters that are almost 0, by name.
+
+    The parameters themselves are not written to. Those that are parts of something else are left alone: sharded and
+    quantized ones, which have a type of their own, and those without values, on the meta device.
+    """
+    generator = torch.Generator().manual_seed(0)
+    plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    found: dict[str, Tensor] = {}
+    for name, x in model.named_parameters():
+        usable = type(x) is nn.Parameter and x.dtype in plain and not x.is_meta and x.numel()
+        if usable and torch.linalg.vector_norm(x.detach(), torch.inf) < _ALMOST_0:
+            # Of a square matrix, 1 / sqrt(inputs), which keeps the size of what passes.
+            noise = torch.randn(x.shape, generator=generator) * x.numel() ** -0.25
+            found[name] = nn.Parameter(noise.to(x), requires_grad=False)
+    return found
+
+
+_ALMOST_0 = 1e-3  # above the usual layer scales, 1e-4 to 1e-6
+
+
+def changes(x: Tensor, y: Tensor, tolerance: float) -> Tensor:
+    """Return where two tensors differ by more than `tolerance` times the largest number of the row of the first.
+
+    The order of a sum changes its rounding, so that equal sums are not equal bit for bit.
+    """
+    x, y = x.nan_to_num(), y.nan_to_num()
+    return (x - y).abs() > tolerance * x.abs().amax(-1, keepdim=True).clamp(min=1e-6)
