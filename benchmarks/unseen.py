@@ -129,11 +129,11 @@ def compare(
         return {"verdict": "failed", "reason": f"{type(error).__name__}: {error}"[:200]}
     place = "input" if kind == "head_dropout" else "output"
 
-    def key(name: str) -> Any:
-        return values.get((name, place), name)
+    def calls(names: set[str]) -> set[Any]:
+        return {call for name in names for call in values.get((name, place), (name,))}
 
-    missing = sorted(name for name in right if key(name) not in {*map(key, found)})
-    extra = sorted(name for name in found if key(name) not in {*map(key, right | optional)})
+    missing = sorted(name for name in right if not calls({name}) <= calls(found))
+    extra = sorted(name for name in found if not calls({name}) <= calls(right | optional))
     verdict = "right"
     if extra:
         verdict = "wrong"
@@ -250,6 +250,9 @@ class Scores(TorchFunctionMode):
         if name in ("softmax", "scaled_dot_product_attention") and isinstance(scores, Tensor):
             low = scores == 0 if scores.dtype == torch.bool else scores < -1e30
             self.masked.append(low.double().mean().item())
+        elif name == "scaled_dot_product_attention":
+            causal = torch.ones(args[0].shape[-2], args[1].shape[-2]).triu(1)
+            self.masked.append(causal.mean().item() * bool((kwargs or {}).get("is_causal")))
         return f(*args, **(kwargs or {}))
 
 
@@ -309,6 +312,7 @@ def drops_samples(model: nn.Module, example: Any, recipe: Any, names: set[str]) 
     before = Outputs(model).watch(sites)
     drop = hookdrop.inject(model, recipe, example_input=example, p_scale="equal")
     after = Outputs(model).watch(sites)
+    before.seen.clear()  # the forwards of the survey
     with drop.sampling():
         run(model, example)
     drop.remove()
