@@ -96,7 +96,8 @@ class LayerHook(SiteHook):
                 f"{self.where}: this call wrote to {chosen.name!r} in place, unlike the calls before it, so a skipped "
                 "layer cannot return it.\n  run the step again: from now on, the hook copies the argument first"
             )
-        return chosen.x if chosen.copy is None else chosen.copy
+        kept_input: Tensor = chosen.x if chosen.copy is None else chosen.copy
+        return kept_input
 
     def end_call(self, *_: Any) -> None:
         kept = self.kept.end()

@@ -243,7 +243,7 @@ class LayerDrop(DropRegularizer):
                 f"LayerDrop at {name!r}: the layer has {len(streams)} residual streams, and it would skip the branches "
                 "of the first only.\n  drop the branches: DropPath(p=...)"
             )
-        arguments = next(iter(streams), [])
+        arguments: list[str] = next(iter(streams), [])
         if self.argument is not None or not arguments:
             return self
         if len(arguments) > 1:

@@ -214,16 +214,18 @@ inject(ResNet(), HeadDropout(p=0.1, heads=3), layers="fc")
 # attention scores at another layer
 inject(ResNet(), DropKey(p=0.1), layers="fc", example_input=IMAGES)
 # no attention scores in a call
-hooked(ViT(), DropKey(p=0.1), "blocks.0")(IMAGES)
+hooked(ViT(), DropKey(p=0.1, calls=(True,)), "blocks.0")(IMAGES)
+# attention scores without an example
+inject(ViT(), DropKey(p=0.1), layers="blocks.0")
 # a model without attention scores
 inject(ResNet(), recipes.drop_key(p=0.1), example_input=IMAGES)
 # a tensor of attention scores
-inject(ViT(), DropKey(p=0.1), layers="blocks.0", tensor=0)
+inject(ViT(), DropKey(p=0.1, calls=(True,)), layers="blocks.0", tensor=0)
 # attention scores at the input
 inject(ViT(), DropKey(p=0.1), layers="blocks.0", at="input")
 # a checkpoint inside an attention layer
 recomputed = toy(lambda self, x: torch.utils.checkpoint.checkpoint(torch.softmax, x, -1, use_reentrant=False))
-hooked(nn.Sequential(recomputed), DropKey(p=0.1), "0")(torch.zeros(2, 3, 3, requires_grad=True))
+hooked(nn.Sequential(recomputed), DropKey(p=0.1, calls=(True,)), "0")(torch.zeros(2, 3, 3, requires_grad=True))
 # an object given to a branch that runs on part of the batch
 model = hooked(language_model(), DropPath(p=0.5, mode="subset"), "layer")
 model.layer(torch.zeros(4, 8), settings=object())
