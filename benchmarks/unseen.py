@@ -251,7 +251,8 @@ class Scores(TorchFunctionMode):
             low = scores == 0 if scores.dtype == torch.bool else scores < -1e30
             self.masked.append(low.double().mean().item())
         elif name == "scaled_dot_product_attention":
-            causal = torch.ones(args[0].shape[-2], args[1].shape[-2]).triu(1)
+            query, key = (*args, *(kwargs or {}).values())[:2]
+            causal = torch.ones(query.shape[-2], key.shape[-2]).triu(1)
             self.masked.append(causal.mean().item() * bool((kwargs or {}).get("is_causal")))
         return f(*args, **(kwargs or {}))
 
