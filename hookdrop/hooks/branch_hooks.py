@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -148,7 +147,8 @@ class SubsetHook(SiteHook):
     """A forward pre-hook on a residual branch that passes on some of the samples, so that the others cost nothing.
 
     A hook on the output of the branch puts the rows of these samples back among zeros. What else the branch returns is
-    either an argument, of which it then returns all rows, or the same for any samples; or else it runs on all samples.
+    either an argument, of which it then returns all rows, or the same for any samples. If this is false or unknown, it
+    runs on all samples.
     """
 
     own = (*SiteHook.own, "current", "subsets")
@@ -181,16 +181,8 @@ class SubsetHook(SiteHook):
             return None
         refuse_cache(bound, self)
         subset = self._subset(module, value, x)
-        if subset.further:
-            self.state.warn_once(
-                "further outputs",
-                f"{self.where}: the branch also returns {subset.further}, which depends on the samples, so it runs on "
-                "all of them, and saves no time there.\n"
-                '  in transformers, attn_implementation="sdpa" returns no weights; or hook a module that returns one '
-                "tensor.",
-            )
         rows = current[0]
-        chosen, originals = with_rows(value, () if subset.further else subset.arguments, rows)
+        chosen, originals = with_rows(value, () if subset.obstacle else subset.arguments, rows)
         self.current.start((*current, len(x), subset, originals))
         return chosen
 
@@ -203,7 +195,7 @@ class SubsetHook(SiteHook):
         return x
 
     def _subset(self, module: nn.Module, value: Any, x: Tensor) -> Subset:
-        """Return what the branch needs in calls of this kind; the first one runs it in eval mode to find out."""
+        """Return what the branch needs in calls of this kind; in the first one, a run without values shows it."""
         from hookdrop.survey.subsets import find_subset  # only this needs it
 
         kind: list[Any] = []
@@ -212,13 +204,8 @@ class SubsetHook(SiteHook):
             if isinstance(leaf, Tensor):
                 size = len(leaf) if leaf.dim() else 0
                 kind.append((leaf.dim(), leaf.dtype, size == len(x), size == 1))
-            elif leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.device):
-                kind.append(leaf if isinstance(leaf, bool | str) else type(leaf))
             else:
-                raise InjectionError(
-                    f"{self.where}: the branch also receives a {type(leaf).__name__}, whose samples cannot be selected."
-                    f"\n  {_ROW_MODE}"
-                )
+                kind.append(leaf if isinstance(leaf, bool | str) else type(leaf))
             return leaf
 
         map_leaves(value, note)
@@ -236,14 +223,21 @@ class SubsetHook(SiteHook):
         if current is None or output is None:  # None after an error
             return None
         rows, rate, samples, subset, originals = current
-        if len(tensors(output)) != subset.outputs:
+        if subset.obstacle:
+            self.state.warn_once(
+                "all samples",
+                f"{self.where}: the branch {subset.obstacle}, so it runs on all samples, and saves no time there.\n"
+                f"  {_ROW_MODE}; or hook a module that returns one tensor and begins without inplace=True\n"
+                '  in transformers, attn_implementation="sdpa" returns no weights',
+            )
+        elif len(tensors(output)) != subset.outputs:
             raise InjectionError(
                 f"{self.where}: the branch returns {describe(output)}, but {subset.outputs} tensors in eval mode, so "
                 f"it is unknown what depends on the samples.\n  {_ROW_MODE}"
             )
 
         def complete(y: Tensor) -> Tensor:
-            if len(y) != samples:
+            if not subset.obstacle:
                 shape, is_dense = (samples, *y.shape[1:]), y.stride(0) * len(y) == y.numel()
                 zeros = y.new_empty_strided(shape, y.stride()).zero_() if is_dense else y.new_zeros(shape)
                 y = zeros.index_copy_(0, rows, y)

@@ -139,6 +139,7 @@ def inspect_forward(plan: Plan, example: Any) -> None:
     shape_warnings: dict[str, list[str]] = {}
     for site, observed in zip(plan.sites, seen, strict=True):
         _inspect_site(site, observed, shape_warnings, is_batched)
+        _check_samples(plan, site, found)
         if site.calls == 0 and site.name in plan.exact:
             if overrides_call(site.module):
                 raise LayerError(f"{site.name or 'the model'}: {no_hooks(site.module)}")
@@ -152,6 +153,27 @@ def inspect_forward(plan: Plan, example: Any) -> None:
         plan.warnings.append(fact + more + line_break + remedy)
     plan.warned_kinds = set(shape_warnings)
     plan.warnings += plan_warnings(plan.model, plan.sites, seen, of_recipe=plan.recipe is not None)
+
+
+def _check_samples(plan: Plan, site: PlannedSite, found: Survey) -> None:
+    """Raise if a regularizer takes each row of axis 0 for a sample, and the example has its samples elsewhere."""
+    regularizer = site.regularizer
+    if (
+        regularizer is None
+        or not site.calls
+        or not regularizer.axes.startswith("N ")
+        or regularizer.samples is not None
+    ):
+        return
+    if getattr(regularizer, "time_dim", 1) == 0 or found.batch_axis == 0:
+        return
+    with hooks_removed(plan.model):
+        samples = found.samples(site.name, "output" if site.at == "output" else "input")
+    if isinstance(samples, str) or samples.argument is not None:
+        raise LayerError(
+            f"{regularizer.title} at {site.name!r} takes each row of axis 0 for a sample, which is wrong: {samples}.\n"
+            "  use a regularizer that needs no samples: Dropout(p=...)   if axis 0 is right: omit example_input"
+        )
 
 
 def _calls(found: Survey, site: PlannedSite, tensor: TensorKey) -> LayerCalls:

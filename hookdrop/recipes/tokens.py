@@ -43,8 +43,10 @@ class head_dropout(Recipe):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         found = {name: heads for name, heads in survey.heads.items() if not isinstance(heads, str)}
         if not found:
-            fact = f"head_dropout found no layer of {type(model).__name__} whose input is attention heads side by side."
-            raise LayerError("\n  ".join([fact, *_skipped("head_dropout", survey.heads)]))
+            raise LayerError(
+                f"head_dropout found no layer of {type(model).__name__} whose input is attention heads side by side."
+                + "".join(f"\n  {text}" for text in _skipped("head_dropout", survey.heads))
+            )
         return [
             RecipeSite(name, HeadDropout(self.p, heads.count, interleaved=heads.interleaved))
             for name, heads in found.items()

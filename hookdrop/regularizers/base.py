@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.regularizers.samples import SamplePlace
-from hookdrop.utils.errors import InjectionError, LayerError, ShapeError
+from hookdrop.utils.errors import InjectionError, ShapeError
 from hookdrop.utils.settings import NamedArguments, init_parameters, settings_text
 from hookdrop.utils.validation import as_rate_tensor, floating, rate
 
@@ -158,14 +158,8 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
             survey: what running the model shows (`hookdrop.survey`); None without an example.
 
         Raises:
-            LayerError: it does not support the layer, or needs samples in axis 0, and the example has them elsewhere.
+            LayerError: it does not support the layer.
         """
-        by_row = self.axes.startswith("N ") and getattr(self, "time_dim", 1) != 0
-        if by_row and survey is not None and (reason := survey.why_not_first(name, at)):
-            raise LayerError(
-                f"{self.title} at {name!r} takes each row of axis 0 for a sample, but its samples are not: {reason}.\n"
-                "  use a regularizer that needs no samples: Dropout(p=...)   if axis 0 is right: omit example_input"
-            )
         return self
 
     def check(self, shape: Sequence[int]) -> None:

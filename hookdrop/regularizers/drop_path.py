@@ -77,7 +77,7 @@ class DropPath(DropRegularizer):
     With `mode="subset"`, hook modules that are a whole branch (a transformer's `attn` and `mlp`): they run only on the
     samples that are kept, which saves their time. Each call keeps k = max(int(N (1 - p)), 1) random samples and scales
     them by N / k, so the actual rate is 1 - k / N; `plan` shows it. Other arguments with one row for each sample, such
-    as attention masks, are selected too: the first call also runs the branch in eval mode, to find them. Branches with
+    as attention masks, are selected too: the first call finds them by a run of the branch without values. Branches with
     batch norm are refused, and so are KV caches.
 
     Args:

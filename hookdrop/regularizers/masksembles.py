@@ -158,7 +158,6 @@ class Masksembles(Regularizer):
         self.site = ""
 
     def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> Masksembles:
-        super().for_layer(model, name, at, survey)
         placed = Masksembles(self.n, self.scale, self.seed, self.channel_dim)
         placed.site = name
         return placed

@@ -137,15 +137,16 @@ class ActivationPenalty(Penalty):
 
     def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> ActivationPenalty:
         layer = module_at(model, name)
-        time_dim = int(getattr(layer, "batch_first", 0))
-        if self.slowness and isinstance(layer, nn.RNNBase) and self.time_dim not in (time_dim, time_dim - 3):
+        if not (self.slowness and isinstance(layer, nn.RNNBase)):
+            return self
+        time_dim = int(layer.batch_first)
+        if self.time_dim not in (time_dim, time_dim - 3):
             order = "(N, T, C)" if time_dim else "(T, N, C)"
             raise LayerError(
                 f"ActivationPenalty at {name!r}: this {type(layer).__name__} has batch_first={layer.batch_first}, so "
                 f"its tensors are {order}, and time_dim={self.time_dim} compares samples with one another.\n"
                 f"  write time_dim={time_dim}"
             )
-        super().for_layer(model, name, at, survey)
         return self
 
     def check(self, shape: Sequence[int]) -> None:

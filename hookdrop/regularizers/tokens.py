@@ -120,7 +120,6 @@ class TokenDropout(DropRegularizer):
             raise LayerError(
                 f"TokenDropout(remove=True) at {name!r}: {reason}.\n  use TokenDropout(p=...), which zeroes tokens"
             )
-        super().for_layer(model, name, at, survey)
         return self
 
     def check(self, shape: Sequence[int]) -> None:

@@ -40,7 +40,7 @@ class Example:
         return self._with_batch(lambda x: x[rows.to(x.device)])
 
     def varied(self, rows: Sequence[int]) -> Any:
-        """Return the input with these of several samples, which differ in all or, if integers, in some numbers."""
+        """Return the input with these of several samples, which differ in their numbers, if need be in the tokens."""
         generator, order = torch.Generator().manual_seed(0), itertools.count()
 
         def vary(x: Tensor) -> Tensor:
@@ -48,24 +48,19 @@ class Example:
             if x.is_floating_point():
                 scale = 1.0 if x[0].numel() < 2 or not x[0].std() else x[0].std()
                 x = x + torch.randn(x.shape, generator=generator).to(x) * scale
-            elif x.dim() > 1 and (x[1:] == x[:-1]).flatten(1).all(1).any():
-                x = torch.stack([row.roll(number, -1) for number, row in enumerate(x)])
-            if is_first and x.dtype != torch.bool and torch.equal(x[1:], x[:-1]):  # such as zeros in place of tokens
+            elif is_first and (x[1:] == x[:-1]).flatten(1).all(1).any():
                 x[1::2] = int(not x.any())
             return x[list(rows)]
 
         return self._with_batch(vary)
 
     def one_replaced(self) -> tuple[Any, Any, int, int]:
-        """Return the input with different samples, the same with one of them replaced, its index, and their number.
-
-        There are few samples, unless integers might be indices of those that are left out.
-        """
+        """Return the input with several samples, the same with one of them replaced, its index, and their number."""
         given = tensors(self.value)
-        has_indices = len(given) > 1 and not all(x.is_floating_point() for x in given)
-        size = self.batch if has_indices and self.batch > 1 else 3
-        index = (size - 1) // 2
-        rows = [*range(size)]
+        # Integers beside others may be indices of samples, which then stay.
+        keeps = len(given) > 1 and not all(x.is_floating_point() for x in given) and self.batch > 1
+        size = self.batch if keeps else 3
+        index, rows = (size - 1) // 2, [*range(size)]
         return self.varied(rows), self.varied([*rows[:index], index + 1, *rows[index + 1 :]]), index, size
 
     def _with_batch(self, fn: Callable[[Tensor], Tensor]) -> Any:

@@ -24,8 +24,6 @@ from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import TensorKey, map_leaves
 
-NOT_RESIZED = "the model does not run on the example"
-
 
 class Survey:
     """What running a model shows. Each analysis runs when it is first read; names are without wrappers."""
@@ -84,15 +82,8 @@ class Survey:
                 return found
             interleaved = self._row_orders(axis)[name, at]
         except InjectionError:
-            return f"{NOT_RESIZED} with 2 and 3 samples"
+            return "the model does not run on the example with 2 and 3 samples"
         return interleaved if isinstance(interleaved, str) else replace(found, interleaved=interleaved)
-
-    def why_not_first(self, name: str, at: str = "output") -> str:
-        """Return why a layer does not have one sample in each row of axis 0, as far as the example says."""
-        if self.batch_axis == 0 or name not in self.layers:
-            return ""
-        found = self.samples(name, at)
-        return "" if found == Samples() else str(found)
 
     @cached_property
     def batch_axis(self) -> int | str:
@@ -104,7 +95,7 @@ class Survey:
             try:
                 reason = why_no_batch(self._row_orders(axis), *self._two_and_three(axis))
             except InjectionError:
-                reason = f"{NOT_RESIZED} with 2 and 3 rows there"
+                reason = "the model does not run with 2 and 3 rows there"
             if not reason:
                 return axis
             reasons.append(f"axis {axis}: {reason}")
@@ -113,12 +104,11 @@ class Survey:
     def _two_and_three(self, axis: int) -> tuple[Trace, Trace]:
         """The forward passes with two and with three samples on an axis of the example."""
         if axis not in self._resized:
-            two, three = (self._with_batch(axis, size) for size in (2, 3))
+            two, three = (self._with_batch(replace(self.example, axis=axis), size) for size in (2, 3))
             self._resized[axis] = two, three
         return self._resized[axis]
 
-    def _with_batch(self, axis: int, size: int) -> Trace:
-        example = replace(self.example, axis=axis)
+    def _with_batch(self, example: Example, size: int) -> Trace:
         if size == example.batch:
             return self.trace
         self.forwards += not self.is_fake

@@ -10,7 +10,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType, FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -146,14 +146,13 @@ def restored_objects(model: nn.Module) -> Iterator[None]:
 def other_hooks(model: nn.Module) -> list[Any]:
     """Return the forward hooks on a model and on all modules that neither PyTorch nor hookdrop defines."""
     tables = [getattr(module, name) for module in model.modules() for name, _ in HOOK_TABLES]
-    found = []
-    for hook in (hook for table in (*global_forward_hooks, *tables) for hook in table.values()):
-        function = hook
-        while isinstance(function, functools.partial):
-            function = function.func
-        if str(getattr(function, "__module__", "")).partition(".")[0] not in ("torch", "hookdrop"):
-            found.append(hook)
-    return found
+    hooks = [hook for table in (*global_forward_hooks, *tables) for hook in table.values()]
+    return [hook for hook in hooks if _package(hook) not in ("torch", "hookdrop")]
+
+
+def _package(function: Any) -> str:
+    inner = function.func if isinstance(function, functools.partial) else function
+    return str(getattr(inner, "__module__", "")).partition(".")[0]
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
@@ -223,6 +222,13 @@ def uncompiled() -> AbstractContextManager[Any]:
     return stance("force_eager") if compiler_is_imported() else nullcontext()
 
 
+class Arguments(NamedTuple):
+    """An example with both positional and keyword arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def call(model: Callable[..., Any], example: Any) -> Any:
     """Call `model` with a tensor (or any single argument), a tuple of arguments, or a mapping of keyword arguments.
 
@@ -233,6 +239,8 @@ def call(model: Callable[..., Any], example: Any) -> Any:
     """
     try:
         with uncompiled():
+            if isinstance(example, Arguments):
+                return model(*example.args, **example.kwargs)
             if isinstance(example, tuple):
                 return model(*example)
             if isinstance(example, Mapping):

@@ -16,8 +16,13 @@ class HiddenOperationError(Exception):
     """An operation that cannot be repeated, because code that `torch.jit` compiled hides it."""
 
 
-def replay(ops: Iterable[Op], values: Mapping[Node, Tensor], other: Callable[[Node], Tensor]) -> dict[Node, Tensor]:
-    """Compute operations again, and return the values of all their tensors, by node, on the CPU.
+CPU = torch.device("cpu")
+
+
+def replay(
+    ops: Iterable[Op], values: Mapping[Node, Tensor], other: Callable[[Node], Tensor], device: torch.device = CPU
+) -> dict[Node, Tensor]:
+    """Compute operations again, and return the values of all their tensors, by node, on one device.
 
     Args:
         ops: the operations, in the order of execution.
@@ -32,7 +37,7 @@ def replay(ops: Iterable[Op], values: Mapping[Node, Tensor], other: Callable[[No
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Node):
             return known[leaf] if leaf in known else other(leaf)
-        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+        return device if isinstance(leaf, torch.device) else leaf
 
     for op in ops:
         if op.function is None:

@@ -1,104 +1,125 @@
-"""Find which arguments of a residual branch have a row for each sample, by running it on some of the samples.
+"""Find what a residual branch needs in order to run on some of the samples, without running it once more.
 
-The size of an axis does not tell: a table of positions may have as many rows as the batch. With the right arguments
-selected, the branch returns for some samples what it returns for them in the whole batch.
+A run without values, on another number of samples, shows which arguments have a row for each of them: with the others,
+the shapes do not fit, whereas a table of positions may well have as many rows as the batch. Its operations are then
+repeated with one sample replaced: no other sample in the result may change.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hookdrop.survey.isolation import restored_after, set_eval
+from hookdrop.survey.experiment import changes
+from hookdrop.survey.isolation import Arguments, forked_rng
+from hookdrop.survey.ops import PARTS
+from hookdrop.survey.replay import replay
+from hookdrop.survey.trace import Node, Trace, record
 from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.tensor_tree import TensorKey, describe, map_leaves, map_tensor, tensors, with_rows
+from hookdrop.utils.tensor_tree import TensorKey, describe, leaves_of, map_leaves, map_tensor, tensors, with_rows
+from hookdrop.utils.torch_internals import HOOK_TABLES
 
 
 class Subset(NamedTuple):
     """What a branch needs in order to run on some of the samples."""
 
-    arguments: frozenset[int]  #: Which of the tensors in its arguments have a row for each sample, by their order.
-    outputs: int  #: How many tensors it returns.
-    further: str  #: What it returns besides its result that depends on the samples; empty for nothing.
+    arguments: frozenset[int] = frozenset()  #: Which of its tensors have a row for each sample, by their order.
+    outputs: int = 0  #: How many tensors it returns.
+    obstacle: str = ""  #: Why it must run on all samples nevertheless.
 
 
 def find_subset(branch: nn.Module, value: tuple[Any, Any], x: Tensor, tensor: TensorKey) -> Subset:
-    """Call a branch with its arguments `value` in eval mode, for all samples of `x` and for some; restore its state.
+    """Return what a branch needs in calls such as the one with the arguments `value`, without calling it.
 
     `tensor` is that of `inject`: which tensor in the output is the result.
-
-    Raises:
-        ShapeError: the branch does not return the same for some samples as for all, whichever arguments are selected.
     """
-    given, samples = tensors(value), len(x)
-    # Neither 1 nor as many as the samples, so that no wrong shape can be broadcast.
-    rows = torch.arange(2 if samples > 2 else 3, device=x.device).flip(0) % samples
+    given = tensors(value)
+    if unknown := {type(leaf).__name__ for leaf in leaves_of(value) if not isinstance(leaf, _WITHOUT_SAMPLES)}:
+        return Subset(obstacle=f"also receives a {min(unknown)}, whose samples cannot be selected")
     groups: dict[Any, list[int]] = {}
     for index, leaf in enumerate(given):
-        if leaf.dim() > 0 and len(leaf) == samples:
+        if leaf.dim() > 0 and len(leaf) == len(x):
             groups.setdefault("x" if leaf is x else (leaf.shape, leaf.dtype), []).append(index)
-    mine = groups.pop("x")
-    results, others = _run(branch, value, (), rows, tensor)
-    reason: Exception | None = None
-    for chosen in itertools.product((True, False), repeat=len(groups)):
+    mine, twin = groups.pop("x"), _without_hooks(branch)
+    # A number that is no size of anything else, so that no wrong shape fits.
+    sizes = {size for leaf in (*given, *branch.parameters(), *branch.buffers()) for size in leaf.shape}
+    rows = torch.arange(next(n for n in itertools.count(3) if n not in sizes), device=x.device) % len(x)
+    value = map_leaves(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+    cache, reason = torch.is_autocast_cache_enabled(), ""
+    for chosen in itertools.product((False, True), repeat=len(groups)):
         arguments = frozenset(mine).union(*itertools.compress(groups.values(), chosen))
         try:
-            some, other = _run(branch, value, arguments, rows, tensor)
+            # A cast of a weight without gradients must not serve a later forward.
+            torch.set_autocast_cache_enabled(False)
+            with forked_rng(branch), torch.no_grad():
+                return _run(twin, with_rows(value, arguments, rows)[0], arguments, len(rows), tensor)
         except Exception as error:  # a shape that does not fit, or any other
-            reason = error
-            continue
-        same = (len(results), len(others)) == (len(some), len(other))
-        if same and all(len(y) == samples and _equal(y[rows], part) for y, part in zip(results, some, strict=True)):
-            further = [y for y, part in zip(others, other, strict=True) if not _equal(y, part)]
-            return Subset(arguments, len(results) + len(others), ", ".join(map(describe, further)))
-    raise ShapeError(
-        f"got {describe(value)}: for {len(rows)} of the {samples} samples, the branch returns something else than for "
-        'all, whichever arguments are selected.\n  use mode="row", which runs the branch on all samples'
-    ) from reason
+            reason = str(error.__cause__ or error).strip().partition("\n")[0].rstrip(".")
+        finally:
+            torch.set_autocast_cache_enabled(cache)
+    return Subset(obstacle=f"cannot run on some of the samples ({reason})")
 
 
-def _run(
-    branch: nn.Module, value: Any, arguments: Collection[int], rows: Tensor, tensor: TensorKey
-) -> tuple[list[Tensor], list[Tensor | int]]:
-    """Return the results of a call, and the other tensors of the output; for an argument its index."""
-    copies: dict[int, Tensor] = {}  # the branch may change its arguments in place
+_WITHOUT_SAMPLES = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
-    def copied(leaf: Any) -> Any:
-        return copies.setdefault(id(leaf), leaf.detach().clone()) if isinstance(leaf, Tensor) else leaf
 
-    value = map_leaves(value, copied)
-    index = {id(leaf): i for i, leaf in enumerate(tensors(value))}
-    (args, kwargs), originals = with_rows(value, arguments, rows)
-    cache = torch.is_autocast_cache_enabled()
-    try:
-        # A cast of a weight without gradients must not serve a later forward.
-        torch.set_autocast_cache_enabled(False)
-        with restored_after(branch, trains=False), torch.no_grad():
-            set_eval(branch)
-            output = branch.forward(*args, **kwargs)
-    finally:
-        torch.set_autocast_cache_enabled(cache)
+def _without_hooks(branch: nn.Module) -> nn.Module:
+    """Return a module that shares everything with the branch, except its own hooks, which are running."""
+    twin: nn.Module = object.__new__(type(branch))
+    vars(twin).update(vars(branch), **{name: OrderedDict() for one, more in HOOK_TABLES for name in (one, *more)})
+    return twin
+
+
+def _run(branch: nn.Module, value: Any, arguments: frozenset[int], count: int, tensor: TensorKey) -> Subset:
+    trace = record(branch, Arguments(*value))
+    weights = [*branch.parameters(), *branch.buffers()]
+    leaves = [*weights, *tensors(value)]  # the indices of nodes begin with these
+    inputs = [node for node in trace.calls[0].inputs if node.leaf == "input"]
+    selected = [node for node in inputs if node.index - len(weights) in arguments]
+    # In place of nodes, tensors without values, from which `tensor` selects.
+    meta = {node: torch.empty(node.shape, dtype=node.dtype, device="meta") for node in trace.calls[0].outputs}
     results: list[Tensor] = []
 
     def note(y: Tensor) -> Tensor:
         results.append(y)
         return y
 
+    output = map_leaves(trace.calls[0].output, lambda leaf: meta[leaf] if isinstance(leaf, Node) else leaf)
     map_tensor(output, tensor, note)
-    others = [leaf for leaf in tensors(output) if not any(leaf is y for y in results)]
-    return results, [index.get(id(originals.get(id(leaf), (leaf, leaf))[1]), leaf) for leaf in others]
+    chosen = [node for node, y in meta.items() if any(y is one for one in results)]
+    _check_rows(trace, chosen, selected, leaves, count)
+    depends = trace.reached(selected)
+    others = [node for node in meta if node not in (*chosen, *inputs) and (node in depends or count in node.shape)]
+    obstacle = f"also returns {', '.join(describe(meta[node]) for node in others)}, which depends on the samples"
+    if any(op.is_in_place and _is_part_of(op.inputs[0], selected) for op in trace.ops):
+        return Subset(obstacle="changes its input in place")
+    return Subset(arguments, len(tensors(output)), obstacle if others else "")
 
 
-def _equal(x: Tensor | int, y: Tensor | int) -> bool:
-    """Whether two tensors are equal up to rounding, or the same argument."""
-    if isinstance(x, int) or isinstance(y, int):
-        return type(x) is type(y) and bool(x == y)
-    if x.shape != y.shape:
-        return False
-    eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
-    a, b = (torch.nan_to_num(z.to("cpu", torch.float64), posinf=0.0, neginf=0.0) for z in (x, y))
-    return bool((a - b).norm() <= max(1e-2, eps**0.5) * a.norm())
+def _check_rows(trace: Trace, results: list[Node], selected: list[Node], leaves: list[Tensor], count: int) -> None:
+    """Raise unless each of `count` rows of the results depends on the same row of the selected arguments only."""
+    ops = [op for op in trace.ops if any(trace.leads(node, y) or node is y for node in op.outputs for y in results)]
+    given, device = {node: leaves[node.index] for node in selected}, leaves[selected[0].index].device
+
+    def other(node: Node) -> Tensor:
+        constant = node.leaf == "constant"
+        return torch.zeros(node.shape, dtype=node.dtype, device=device) if constant else leaves[node.index]
+
+    rows = [0, 0, *range(2, count)]
+    runs = [replay(ops, values, other, device) for values in (given, {node: x[rows] for node, x in given.items()})]
+    for node in results:
+        if node.shape[0] != count:
+            raise ShapeError(f"for {count} samples, it returns {node.shape[0]} rows")
+        before, after = (values[node].float().flatten(1)[[0, *rows[2:]]] for values in runs)
+        if changes(before, after, 1e-3).any():
+            raise ShapeError("one of them changes the result of others")
+
+
+def _is_part_of(node: Node, wholes: list[Node]) -> bool:
+    while node.op is not None and node.op.name in PARTS:
+        node = node.op.inputs[0]
+    return node in wholes

@@ -263,8 +263,8 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
     Raises:
         InjectionError: the model does not accept the example, or it or a hook of other code needs values.
     """
-    # Such a hook could keep a tensor without values, or read one. Leaving it out would be wrong if it changes an
-    # output, loads weights or moves tensors, which cannot be known. So it gets values, at the cost of forwards that compute.
+    # Such a hook could keep a tensor without values, or read one. Leaving it out would be wrong if it changes outputs,
+    # loads weights or moves tensors, which cannot be known. So it gets values, at the cost of forwards that compute.
     # The hooks of PyTorch, which compute or gather weights, work without values.
     if fake and other_hooks(model):
         raise InjectionError("the model has hooks of other code, which might need values.")

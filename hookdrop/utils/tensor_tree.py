@@ -121,8 +121,12 @@ def detached_copy(x: Tensor, to: torch.device | str | None = None) -> Tensor:
         return x.detach().to(device=x.device if to is None else to, copy=True)
 
 
+def leaves_of(value: Any) -> list[Any]:
+    return [leaf for _, leaf in _leaves(value)]
+
+
 def tensors(value: Any) -> list[Tensor]:
-    return [leaf for _, leaf in _leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
 def first_tensor(value: Any) -> Tensor:
