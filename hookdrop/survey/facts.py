@@ -22,7 +22,8 @@ from hookdrop.survey.trace import Call, Trace, record
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
-from hookdrop.utils.tensor_tree import TensorKey, map_leaves
+from hookdrop.utils.tensor_tree import TensorKey, map_leaves, tensors
+from hookdrop.utils.torch_internals import is_fake
 
 
 class Survey:
@@ -88,7 +89,8 @@ class Survey:
     @cached_property
     def batch_axis(self) -> int | str:
         """The axis of the example with the samples, 0 or 1, or why there is none. Without values, it is 0."""
-        if is_batched(self.trace) or any(parameter.is_meta for parameter in self.model.parameters()):
+        given = [*self.model.parameters(), *tensors(self.example.value)]
+        if is_batched(self.trace) or any(x.is_meta or is_fake(x) for x in given):
             return 0
         reasons = []
         for axis in (0, 1):

@@ -93,6 +93,13 @@ def on_plain_tensor(function: Callable[..., Tensor], x: Tensor, *settings: Any) 
 # --- modes and transforms that intercept operations
 
 
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor was made in a `FakeTensorMode`, so that it has no values."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    return bool(is_fake(x))
+
+
 @contextmanager
 def fake_tensors() -> Iterator[Any]:
     """Yield a mode in which tensors have shapes but no values. Parameters of any model can be used inside."""

@@ -200,7 +200,7 @@ def test_returns_the_input_with_probability_p_for_the_whole_batch() -> None:
 def test_the_first_tensor_of_the_output_is_replaced_by_the_input_which_may_be_a_keyword_argument() -> None:
     layer, x = toy(lambda m, hidden, scale=None: (m.fc(hidden), 1, m.fc(hidden)), fc=nn.Linear(4, 4)), torch.randn(2, 4)
     inject(model := nn.ModuleList([layer]), LayerDrop(0.5), layers="0")
-    outputs = [model[0](scale=torch.ones(2, 4), hidden=x) for _ in range(30)]
+    outputs = [model[0](scale=torch.ones(4), hidden=x) for _ in range(30)]
     assert all(one == 1 and torch.equal(second, layer.fc(x)) for _, one, second in outputs)
     assert all(torch.equal(first, x) or torch.equal(first, second) for first, _, second in outputs)
     assert {torch.equal(first, x) for first, _, _ in outputs} == {True, False}

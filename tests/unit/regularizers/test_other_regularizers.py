@@ -140,7 +140,10 @@ class TestLockedDropout:
     def test_lstm_output_is_masked_and_its_state_is_not(self, batch_first: bool) -> None:
         lstm, time = nn.LSTM(4, 6, batch_first=batch_first), 1 if batch_first else 0
         x = torch.randn(3, 3, 4)
-        assert plan(lstm, LockedDropout(0.5), layers=lstm, example_input=x).sites[0].reading == "T=3 (1 of 3 tensors)"
+        assert (
+            plan(lstm, LockedDropout(0.5, time), layers=lstm, example_input=x).sites[0].reading
+            == "T=3 (1 of 3 tensors)"
+        )
         clean, (state, _) = lstm(x)
         inject(lstm, LockedDropout(0.5, time), layers=lstm)
         locked, (still, _) = lstm(x)
