@@ -209,8 +209,9 @@ class Scores(TorchFunctionMode):
     masked: list[float]
 
     def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_softmax = getattr(f, "__name__", "") == "softmax"
-        scores = args[0] if is_softmax else (kwargs or {}).get("attn_mask")
+        mask = (kwargs or {}).get("attn_mask", (*args, None, None, None, None)[3])
+        name = getattr(f, "__name__", "")
+        scores = args[0] if name == "softmax" else mask if name == "scaled_dot_product_attention" else None
         if isinstance(scores, Tensor):
             masked = ~scores if scores.dtype == torch.bool else scores < -1e30
             self.masked.append(masked.double().mean().item())
