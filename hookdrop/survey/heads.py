@@ -9,7 +9,6 @@ become 0.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -228,17 +227,20 @@ class _Chain:
         size = self.end.shape[-2] if weights is None else weights.shape[-1]
         if size == 1:
             return "it attends to a single position of the example"
+        parts: list[list[Tensor]] = []
         try:
-            keys = F.one_hot(torch.tensor(sorted({0, 1, size - 2, size - 1})), size)
-            without, *slopes = (self._slopes(key, weights) for key in (torch.zeros(size), *keys))
+            # Without keys there may be a bias. Zeros that are normalized again are NaN.
+            without = self._slopes(torch.zeros(size), weights) if weights else [torch.zeros(())] * len(self.starts)
+            for key in F.one_hot(torch.tensor(sorted({0, 1, size - 2, size - 1})), size):
+                slopes = self._slopes(key, weights)
+                parts.append([a != b.nan_to_num() for a, b in zip(slopes, without, strict=True)])
+                both = [(a, b) for before in parts[:-1] for a, b in zip(before, parts[-1], strict=True)
+                        if a.any() and b.any()]  # fmt: skip
+                if any(not torch.equal(a, b) for a, b in both):
+                    return True
         except Exception as error:
             return f"the way to its values cannot be repeated: {error}"
-        # Without keys there may be a bias. Zeros that are normalized again are NaN.
-        parts = [[a != b.nan_to_num() for a, b in zip(one, without, strict=True)] for one in slopes]
-        both = [(a, b) for pair in itertools.combinations(parts, 2) for a, b in zip(*pair, strict=True)
-                if a.any() and b.any()]  # fmt: skip
-        separate = "its keys are separate tensors, such as experts or time steps"
-        return any(not torch.equal(a, b) for a, b in both) if both else separate
+        return False if both else "its keys are separate tensors, such as experts or time steps"
 
     def _slopes(self, key: Tensor, weights: Node | None) -> Sequence[Tensor]:
         """Return the gradients of the sum of the values of one key, given as 0 and 1 for all keys."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from hookdrop import DropPath, InjectionError, LayerError, NEFTune, find, inject
 from hookdrop.recipes import drop_key, head_dropout, layer_drop, neftune, patch_dropout, stochastic_depth
 from hookdrop.survey.isolation import call
-from tests.support.models import toy
 from tests.support.training import train_step
 from tests.support.transformers_models import IDS, bert, llama, t5
 
@@ -221,24 +220,6 @@ def vit(**settings: Any) -> nn.Module:
     return timm.create_model("vit_tiny_patch16_224", **sizes, **settings)
 
 
-def heads(self: Any, tokens: Tensor) -> Tensor:
-    q, k, v = self.into(tokens).unflatten(-1, (3, 2, 8)).unbind(2)
-    weights = self.normalize(torch.einsum("bihd,bjhd->bhij", q, k) / 8**0.5)
-    return torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)
-
-
-def handwritten() -> nn.Module:
-    """Its names and its structure are those of no library; its router has a softmax, too."""
-
-    def forward(self: Any, tokens: Tensor) -> Tensor:
-        for one in self.mix:
-            tokens = tokens + one(tokens) * self.route(tokens).softmax(-1)[..., :1]
-        return tokens
-
-    layers = [toy(heads, into=nn.Linear(16, 48), normalize=nn.Softmax(dim=-1)) for _ in range(2)]
-    return toy(forward, mix=nn.ModuleList(layers), route=nn.Linear(16, 2))
-
-
 TEXT = {"input_ids": IDS}
 SITES: dict[str, tuple[Any, Any, list[str]]] = {
     "vit": (vit, IMAGES, [f"blocks.{i}.attn" for i in range(4)]),
@@ -256,7 +237,6 @@ SITES: dict[str, tuple[Any, Any, list[str]]] = {
         torch.randn(2, 5, 16),
         ["layers.0.self_attn", "layers.1.self_attn"],
     ),
-    "handwritten": (handwritten, torch.randn(2, 5, 16), ["mix.0", "mix.1"]),
 }  # fmt: skip
 
 
