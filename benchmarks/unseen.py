@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,8 @@ def check(imports: str, about: Mapping[str, str]) -> dict[str, Any]:
         torch.manual_seed(0)
         exec(imports, scope)
         model, example = prepared(eval(about["build"], scope)), eval(about["input"], scope)
+        with suppress(HookdropError):  # before the first forward with values, as users do
+            hookdrop.plan(model, recipes.stochastic_depth(p=0.3), example_input=example)
         tensors = watched(model, [name for name, _ in model.named_modules()], example)
         values = {place: [*map(fingerprint, calls)] for place, calls in tensors.items()}
         kinds = [*TOKENS, *(kind for kind in IMAGES if kind in about)]
