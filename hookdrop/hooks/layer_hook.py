@@ -51,7 +51,8 @@ class LayerHook(SiteHook):
         self.accompany(module.register_forward_hook, LayerHook.end_call, always_call=True)
 
     def keep(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        rate, kept = self.train_rate if module.training else self.eval_rate, list[_Argument]()
+        rate = self.train_rate if module.training else self.eval_rate
+        kept: list[_Argument] = []  # `list[_Argument]()` breaks a compiled graph
         is_recomputed = not is_compiling() and graph_task() != -1  # at the rate of the forward
         if rate is not None or module.training or is_recomputed:
             bound = bind_arguments(module, args, kwargs or {})
