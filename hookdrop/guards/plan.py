@@ -45,7 +45,8 @@ class Planned:
     def nested(self) -> dict[str, Any]:
         """The name of a site starts with that of another; the longest chain gives the effective rate."""
         # The submodules of a block are not part of its skip, and the scores of attention belong to one module each.
-        by_name = {site.name: site for site in self.sites if site.at not in ("skip", "scores")}
+        sites = self.sites if len(self.sites) > 1 else ()
+        by_name = {site.name: site for site in sites if site.at not in ("skip", "scores")}
         chains = []
         for name, site in by_name.items():
             parents = ["", *(name[:i] for i, character in enumerate(name) if character == ".")] if name else []

@@ -37,10 +37,11 @@ class LayerHook(SiteHook):
     a compiled graph a copy costs nothing: the compiler removes it where nothing is written.
     """
 
-    own = (*SiteHook.own, "kept", "writes")
+    own = (*SiteHook.own, "argument", "kept", "writes")
 
     def _start(self) -> None:
         self.kept = CallValue()  # the arguments of the calls in progress
+        self.argument: str | None = getattr(self.regularizer, "argument", None)
         self.writes: bool | None = None
         """Whether the layer has written to its arguments; None before its first call."""
         super()._start()
@@ -58,7 +59,7 @@ class LayerHook(SiteHook):
             bound = bind_arguments(module, args, kwargs or {})
             if rate is not None and not rate.neutral:
                 refuse_cache(bound, self)
-            for name in bound if self.regularizer.argument is None else [self.regularizer.argument]:
+            for name in bound if self.argument is None else [self.argument]:
                 for x in tensors(bound.get(name)):
                     if fits(x) and not any(x is one.x for one in kept):
                         kept.append(self._kept(name, x))
@@ -87,8 +88,8 @@ class LayerHook(SiteHook):
                 "  find it by running the model: inject(..., example_input=x)\n"
                 f"  or name it: {self.regularizer.title}(..., argument={found[-1].name!r})"
             )
-        if not kept and self.regularizer.argument is not None:
-            raise InjectionError(f"{self.where}: the layer was called without a tensor {self.regularizer.argument!r}.")
+        if not kept and self.argument is not None:
+            raise InjectionError(f"{self.where}: the layer was called without a tensor {self.argument!r}.")
         chosen = next(iter(found or kept), None)
         if chosen is None:
             return first_tensor(())

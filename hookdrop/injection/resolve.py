@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -65,12 +64,13 @@ def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = N
         schedule = in_steps(spec.timing, total_steps)
         check_picklable(schedule, "the schedule")
     plan, given = Plan(model, model, spec, schedule), example_input is not None
-    # An injection is no part of the model that a survey runs.
-    with hooks_removed(model) if given or isinstance(spec.source, Recipe) else nullcontext():
-        if isinstance(spec.source, Recipe):
-            unmatched = _run_recipe(plan, spec.source, LazySurvey(model, example_input), given)
-        else:
-            unmatched = _select_layers(plan, LazySurvey(model, example_input) if given else None)
+    if not given and not isinstance(spec.source, Recipe):
+        unmatched = _select_layers(plan, None)
+    else:
+        lazy = LazySurvey(model, example_input)
+        with hooks_removed(model):  # an injection is no part of the model that a survey runs
+            is_recipe = isinstance(spec.source, Recipe)
+            unmatched = _run_recipe(plan, spec.source, lazy, given) if is_recipe else _select_layers(plan, lazy)
     for entry in unmatched:
         # `exclude="layer4"` names one module, not its submodules.
         hint = f"; to exclude its submodules: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""

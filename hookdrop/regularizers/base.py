@@ -102,8 +102,8 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     needs: Sequence[str] = ()
     """What a hook passes to `regularize` by keyword, from the same call:
 
-    * `"layer_input"`: the argument of the layer that its attribute `argument` names, or the only tensor among the
-      arguments with the shape of the output, or else the first;
+    * `"layer_input"`: the argument of the layer that the attribute `argument` names, if the class has one, or the only
+      tensor among the arguments with the shape of the output, or else the first;
     * `"attention_mask"`: that of the innermost module around the layer that takes one, or None;
     * `"start"`: the value that the parameter had at the injection, for `at="parameters"`;
     * `"samples"`: the `SampleRows` of the tensor, according to the attribute `samples`;
@@ -112,9 +112,6 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
 
     samples: SamplePlace | None = None
     """Where the samples of the batch are in the tensor; None: each row of axis 0 is one."""
-
-    argument: str | None = None
-    """The name of the argument that `"layer_input"` means; None where only one can be meant."""
 
     only_at: str | None = None
     """`"output"`, `"input"`, `"parameters"` or the attention `"scores"` inside a layer, if it is only meaningful there;
