@@ -199,7 +199,7 @@ def _run_recipe(plan: Plan, recipe: Recipe, lazy: LazySurvey, given: bool) -> li
         check_picklable(recipe, "the recipe")
     _scale(plan.sites, [site.factor * factors[group] for site, group in chosen])
     plan.warnings += recipe.warnings(root, survey, [site for site, _ in found])
-    if lazy.found is not None and len(found) > 1:
+    if recipe.takes_all and lazy.found is not None and len(found) > 1:
         from hookdrop.survey.siblings import sibling_warnings  # only a recipe that ran the model needs it
 
         plan.warnings += sibling_warnings(lazy.found.trace, [site.name for site, _ in found], plan.warnings)

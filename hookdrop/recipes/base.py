@@ -47,6 +47,8 @@ class Recipe(metaclass=NamedArguments):
 
     p_scale: ClassVar[str | None] = None
     """What `inject(p_scale=None)` means for this recipe, such as `"depth_from_zero"`."""
+    takes_all: ClassVar[bool] = True
+    """Whether equal blocks should have equal sites, so that the plan names others. False to take some on purpose."""
 
     @abstractmethod
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:

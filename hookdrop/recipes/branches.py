@@ -13,8 +13,9 @@ from torch import nn
 
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import Dropout, DropPath, LayerDrop
-from hookdrop.survey.branches import Branch
+from hookdrop.survey.branches import Branch, has_weights
 from hookdrop.survey.facts import Survey
+from hookdrop.survey.ops import CONVS
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import counted, some
@@ -195,7 +196,7 @@ class residual_dropout(Recipe):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         inside = tuple(f"{name}." for name, reason in survey.skippable.items() if not reason)
         branches = _require_branches(self, model, survey)
-        found = [one for one in branches if f"{one.layer}.".startswith(inside) and len(one.shape) == 3]
+        found = [one for one in branches if f"{one.layer}.".startswith(inside) and _has_tokens(survey, one)]
         if not found:
             raise LayerError(
                 f"residual_dropout found no transformer layer in {type(model).__name__}: it looks for layers with "
@@ -207,6 +208,14 @@ class residual_dropout(Recipe):
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         return _skipped_warnings(model, survey, {site.group for site in sites}, ())
+
+
+def _has_tokens(survey: Survey, branch: Branch) -> bool:
+    """Whether a branch has tokens (N, L, C), and not maps (N, C, L), on which a layer has only convolutions and norms."""
+    call = survey.layers[branch.layer][0]
+    inside = [op for op in survey.trace.ops if call.start < op.index < call.end and has_weights(op)]
+    others = [op for op in inside if op.name not in CONVS | {"batch_norm", "group_norm", "instance_norm"}]
+    return len(branch.shape) == 3 and any(len(node.shape) == 3 and node.is_data for op in others for node in op.inputs)
 
 
 def _check_no_dropout(model: nn.Module, survey: Survey, layers: tuple[str, ...]) -> None:

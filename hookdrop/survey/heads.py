@@ -9,6 +9,7 @@ become 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -227,19 +228,21 @@ class _Chain:
         size = self.end.shape[-2] if weights is None else weights.shape[-1]
         if size == 1:
             return "it attends to a single position of the example"
-        parts: list[list[Tensor]] = []
+        keys = F.one_hot(torch.tensor(sorted({0, 1, size - 2, size - 1})), size)
         try:
             # Without keys there may be a bias. Zeros that are normalized again are NaN.
             without = self._slopes(torch.zeros(size), weights) if weights else [torch.zeros(())] * len(self.starts)
-            for key in F.one_hot(torch.tensor(sorted({0, 1, size - 2, size - 1})), size):
-                slopes = self._slopes(key, weights)
-                parts.append([a != b.nan_to_num() for a, b in zip(slopes, without, strict=True)])
-                both = [(a, b) for before in parts[:-1] for a, b in zip(before, parts[-1], strict=True)
-                        if a.any() and b.any()]  # fmt: skip
-                if any(not torch.equal(a, b) for a, b in both):
-                    return True
+            slopes = [[(a - b.nan_to_num()).abs() for a, b in zip(self._slopes(key, weights), without, strict=True)]
+                      for key in keys]  # fmt: skip
         except Exception as error:
             return f"the way to its values cannot be repeated: {error}"
+        # Less than this is rounding, as of a normalizer that is constant: the values themselves are about 1.
+        least = 1e-6 * max(1.0, *(float(x.max()) for one in slopes for x in one))
+        parts = [[x > least for x in one] for one in slopes]
+        both = [(a, b) for one, other in itertools.combinations(parts, 2) for a, b in zip(one, other, strict=True)
+                if a.any() and b.any()]  # fmt: skip
+        if any(not torch.equal(a, b) for a, b in both):
+            return True
         return False if both else "its keys are separate tensors, such as experts or time steps"
 
     def _slopes(self, key: Tensor, weights: Node | None) -> Sequence[Tensor]:

@@ -128,7 +128,7 @@ def restored_objects(model: nn.Module) -> Iterator[None]:
     attributes = [vars(module) for module in model.modules()]
     captured = [_captured(value) for table in (*attributes, *map(vars, own)) for value in table.values()]
     tables = _tables([*attributes, *code, *(dict(vars(cls)) for cls in own), *captured])
-    saved = [(table, copy.copy(table)) for table in tables]
+    saved = [(table, copy.copy(table)) for table in tables if not isinstance(table, tuple)]
     always = {id(one) for table in attributes for one in (table, *table.values())}
     try:
         yield
@@ -185,9 +185,13 @@ def _tables(roots: Iterable[Any]) -> list[Any]:
         if id(table) not in found:
             found[id(table)] = table
             for value in list(table.values() if isinstance(table, dict) else table):
-                inner = value if type(value) in _CONTAINERS else attributes_of(value)
-                if inner is not None:
-                    waiting.append(inner)
+                kind = type(value)  # `isinstance` runs code of proxies
+                if kind in _CONTAINERS or issubclass(kind, tuple):
+                    waiting.append(value)
+                elif issubclass(kind, nn.Module):  # one that is no part of the model
+                    waiting.append(vars(value))
+                elif (attributes := attributes_of(value)) is not None:
+                    waiting.append(attributes)
     return list(found.values())
 
 

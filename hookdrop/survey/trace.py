@@ -152,6 +152,10 @@ class Trace:
     lists: dict[str, list[str]] = field(default_factory=dict)
     """The modules in each `ModuleList`, `ModuleDict` and `Sequential`, by full name."""
 
+    def type_of(self, name: str) -> str:
+        """Return the class of a module; empty if there is none."""
+        return self.modules[name][0] if name in self.modules else ""
+
     @cached_property
     def kinds(self) -> dict[str, int]:
         """A number for each module, which is equal for modules of one class with equal shapes of all parameters."""

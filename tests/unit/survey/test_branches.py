@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hookdrop import InjectionError, LayerError, plan
-from hookdrop.recipes import dropblock_resnet, stochastic_depth
+from hookdrop.recipes import dropblock_resnet, residual_dropout, stochastic_depth
 from hookdrop.survey.branches import Branch
 from hookdrop.survey.facts import survey
 from hookdrop.survey.siblings import sibling_warnings
@@ -310,7 +310,19 @@ def test_equal_modules_with_different_sites_are_named() -> None:
     [warning] = sibling_warnings(trace, sites[1:], [])
     assert "'parts.0' and 'parts.1', 'parts.2' are equal modules" in warning
     assert not sibling_warnings(trace, sites[1:], ["skipped 1 layer, 'parts.0': a reason"])
+    model = stack(pre_norm)
+    assert sibling_warnings(survey(model, X).trace, ["parts.1.drop", "parts.2.drop"], [])
+    model.parts[0].drop = nn.Identity()  # as timm writes DropPath(0)
+    assert not sibling_warnings(survey(model, X).trace, ["parts.1.drop", "parts.2.drop"], [])
     assert not sibling_warnings(survey(nn.Sequential(conv(2), conv(2)), torch.randn(2, C, 16, 16)).trace, ["0.two"], [])
+
+
+def test_maps_of_a_one_dimensional_cnn_are_no_tokens() -> None:
+    parts = [toy(lambda m, x: x + m.f(x), f=nn.Sequential(nn.Conv1d(6, 6, 1), nn.BatchNorm1d(6))) for _ in range(2)]
+    model = nn.Sequential(*parts)
+    assert len(plan(model, stochastic_depth(), example_input=X).sites) == 2
+    with pytest.raises(LayerError, match="found no transformer layer"):
+        plan(model, residual_dropout(), example_input=X)
 
 
 WITHOUT_ENDS: dict[str, Form] = {

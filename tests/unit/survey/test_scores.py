@@ -76,6 +76,7 @@ KINDS: dict[str, tuple[Callable[..., Tensor], list[bool]]] = {
     "sink": (with_sink, [True]),
     "another axis, a vector": (lambda m, x: attend(*qkv(m, x)) * x.softmax(1) * x.softmax(0) * x[0, 0].softmax(-1), [True, *[False] * 3]),
     "features (Shen et al.)": (lambda m, x: qkv(m, x)[0].softmax(-1) @ (x.softmax(-2).mT @ x), [False, False]),
+    "features, normalized by a constant": (lambda m, x: x.softmax(-1) @ (x.softmax(-2).mT @ x) / (x.softmax(-1) @ x.softmax(-2).sum(-2).unsqueeze(-1)), [False] * 4),
     "channels (XCA)": (lambda m, x: attend(*(y.mT for y in heads(m, x))), [False]),
     "channels (XCA), fused": (lambda m, x: F.scaled_dot_product_attention(*(y.mT for y in heads(m, x))), [False]),
     "channels after a depthwise convolution": (restored, [False]),

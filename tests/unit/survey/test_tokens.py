@@ -281,7 +281,9 @@ class Attention(nn.Module):
             y = F.rms_norm(y, (D,))
         if kind == "mixed":
             y = self.mixing(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        y = (y.permute(0, 2, 3, 1) if kind == "interleaved" else y.transpose(1, 2)).flatten(2)
+        y = y.permute(0, 2, 3, 1) if kind == "interleaved" else y.transpose(1, 2)
+        # Fused attention has a layout that permits the view.
+        y = y.view(len(x), L, H * D) if kind == "view" else y.flatten(2)
         if kind == "gate":
             y = y * self.qkv(x)[..., : H * D].sigmoid()
         if kind == "in place":
@@ -301,7 +303,7 @@ def found(model: nn.Module) -> tuple[dict[str, Heads], dict[str, str]]:
     return heads, {name: one for name, one in every.items() if isinstance(one, str)}
 
 
-@pytest.mark.parametrize("kind", ["", "eager", "folded", "multi-query", "inner norm", "gate", "in place"])
+@pytest.mark.parametrize("kind", ["", "view", "eager", "folded", "multi-query", "inner norm", "gate", "in place"])
 def test_heads_side_by_side(kind: str) -> None:
     assert found(nn.Sequential(nn.Identity(), Attention(kind))) == ({"1.out": Heads(H)}, {})
 
