@@ -211,7 +211,7 @@ class residual_dropout(Recipe):
 
 
 def _has_tokens(survey: Survey, branch: Branch) -> bool:
-    """Whether a branch has tokens (N, L, C), and not maps (N, C, L), on which a layer has only convolutions and norms."""
+    """Whether a branch has tokens (N, L, C), and not maps (N, C, L): those get only convolutions and their norms."""
     call = survey.layers[branch.layer][0]
     inside = [op for op in survey.trace.ops if call.start < op.index < call.end and has_weights(op)]
     others = [op for op in inside if op.name not in CONVS | {"batch_norm", "group_norm", "instance_norm"}]

@@ -45,7 +45,8 @@ def replay(
         if op.is_in_place:  # the values of the caller stay as they are
             known[op.inputs[0]] = value(op.inputs[0]).clone()
         # A view needs the strides of the recorded tensor, which the values need not have.
-        function = Tensor.reshape if op.name == "view" and not op.outputs[0].dtype != op.inputs[0].dtype else op.function
+        is_view = op.name == "view" and op.outputs[0].dtype == op.inputs[0].dtype
+        function = Tensor.reshape if is_view else op.function
         result = function(*map_leaves(op.args, value), **map_leaves(op.kwargs, value))
         made = [known[op.inputs[0]]] if op.is_in_place else tensors(result)
         known.update(zip(op.outputs, made, strict=True))

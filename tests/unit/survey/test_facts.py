@@ -171,7 +171,15 @@ def test_no_fake_tensor_stays_in_objects_and_globals() -> None:
     model = Caching()
     inject(model, stochastic_depth(p=0.5), p_scale="equal", example_input=X).remove()
     assert type(model(X)) is Tensor
-    kept = [MEMO[8][1], OUTSIDE.mask, SHARED.mask, SHARED.inner.mask, *SHARED.by_size.values(), *MASKS.values(), *Caching.of_class.values()]
+    kept = [
+        MEMO[8][1],
+        OUTSIDE.mask,
+        SHARED.mask,
+        SHARED.inner.mask,
+        *SHARED.by_size.values(),
+        *MASKS.values(),
+        *Caching.of_class.values(),
+    ]
     assert {type(mask) for mask in kept} == {Tensor}
     survey(model, torch.randn(3, 8)).branches  # noqa: B018
     assert SHARED.mask is kept[2], "what holds no fake tensors stays"
