@@ -176,7 +176,7 @@ class residual_dropout(Recipe):
         p: probability to zero an element.
 
     Raises:
-        LayerError: the model has no layers with tokens (N, L, C) that are their input plus branches.
+        LayerError: the model has no residual branches of tokens (N, L, C), or only outside of its layers.
         InjectionError: the layers already have dropout.
 
     Example:
@@ -194,13 +194,15 @@ class residual_dropout(Recipe):
         Dropout(self.p)
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        inside = tuple(f"{name}." for name, reason in survey.skippable.items() if not reason)
-        branches = _require_branches(self, model, survey)
-        found = [one for one in branches if f"{one.layer}.".startswith(inside) and _has_tokens(survey, one)]
+        branches = [one for one in _require_branches(self, model, survey) if _has_tokens(survey, one)]
+        # The layers of some models are no modules: their branches are in lists.
+        found = [one for one in branches if survey.calls(one.layer).resembles_input] or [
+            one for one in branches if one.layer == one.end
+        ]
         if not found:
             raise LayerError(
-                f"residual_dropout found no transformer layer in {type(model).__name__}: it looks for layers with "
-                "tokens (N, L, C) that are their input plus residual branches.\n"
+                f"residual_dropout found no transformer layer in {type(model).__name__}: it looks for layers that add "
+                "residual branches to tokens (N, L, C).\n"
                 "  choose the layers yourself: inject(model, Dropout(p=0.1), layers=...)"
             )
         _check_no_dropout(model, survey, tuple(f"{branch.layer}." for branch in found))
@@ -213,6 +215,7 @@ class residual_dropout(Recipe):
 def _has_tokens(survey: Survey, branch: Branch) -> bool:
     """Whether a branch has tokens (N, L, C), and not maps (N, C, L): those get only convolutions and their norms."""
     call = survey.layers[branch.layer][0]
+    call = call.parent or call if branch.layer == branch.end else call
     inside = [op for op in survey.trace.ops if call.start < op.index < call.end and has_weights(op)]
     others = [op for op in inside if op.name not in CONVS | {"batch_norm", "group_norm", "instance_norm"}]
     return len(branch.shape) == 3 and any(len(node.shape) == 3 and node.is_data for op in others for node in op.inputs)
