@@ -15,7 +15,7 @@ from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import Dropout, DropPath, LayerDrop
 from hookdrop.survey.branches import Branch, has_weights
 from hookdrop.survey.facts import Survey
-from hookdrop.survey.ops import CONVS
+from hookdrop.survey.ops import PRODUCTS
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import counted, some
@@ -196,9 +196,9 @@ class residual_dropout(Recipe):
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         branches = [one for one in _require_branches(self, model, survey) if _has_tokens(survey, one)]
         # The layers of some models are no modules: their branches are in lists.
-        found = [one for one in branches if survey.calls(one.layer).resembles_input] or [
-            one for one in branches if one.layer == one.end
-        ]
+        in_lists = survey.trace.repeated(one.end for one in branches if one.end == one.layer)
+        found = [one for one in branches if survey.calls(one.layer).resembles_input]
+        found = found or [one for one in branches if one.end in in_lists]
         if not found:
             raise LayerError(
                 f"residual_dropout found no transformer layer in {type(model).__name__}: it looks for layers that add "
@@ -213,12 +213,14 @@ class residual_dropout(Recipe):
 
 
 def _has_tokens(survey: Survey, branch: Branch) -> bool:
-    """Whether a branch has tokens (N, L, C), and not maps (N, C, L): those get only convolutions and their norms."""
+    """Whether a branch has tokens (N, L, C), and not maps (N, C, L): products with weights act on the last axis."""
     call = survey.layers[branch.layer][0]
     call = call.parent or call if branch.layer == branch.end else call
-    inside = [op for op in survey.trace.ops if call.start < op.index < call.end and has_weights(op)]
-    others = [op for op in inside if op.name not in CONVS | {"batch_norm", "group_norm", "instance_norm"}]
-    return len(branch.shape) == 3 and any(len(node.shape) == 3 and node.is_data for op in others for node in op.inputs)
+    inside = [op for op in survey.trace.ops if call.start < op.index < call.end and op.name in PRODUCTS]
+    data = [node for op in inside if has_weights(op) for node in op.inputs if node.is_data]
+    return len(branch.shape) == 3 and any(
+        node.shape[-1:] == branch.shape[-1:] and node.size == math.prod(branch.shape) for node in data
+    )
 
 
 def _check_no_dropout(model: nn.Module, survey: Survey, layers: tuple[str, ...]) -> None:
