@@ -16,6 +16,7 @@ from hookdrop.regularizers import Dropout, DropPath, LayerDrop
 from hookdrop.survey.branches import Branch, has_weights
 from hookdrop.survey.facts import Survey
 from hookdrop.survey.ops import PRODUCTS
+from hookdrop.survey.trace import Trace
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import counted, some
@@ -194,11 +195,16 @@ class residual_dropout(Recipe):
         Dropout(self.p)
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        branches = [one for one in _require_branches(self, model, survey) if _has_tokens(survey, one)]
-        # The layers of some models are no modules: their branches are in lists.
-        in_lists = survey.trace.repeated(one.end for one in branches if one.end == one.layer)
+        tokens = _tokens(survey.trace)  # not the maps (N, C, L) of a CNN
+        branches = [
+            one
+            for one in _require_branches(self, model, survey)
+            if len(one.shape) == 3 and (math.prod(one.shape), one.shape[-1]) in tokens
+        ]
         found = [one for one in branches if survey.calls(one.layer).resembles_input]
-        found = found or [one for one in branches if one.end in in_lists]
+        if not found:  # the layers of some models are lists of branches
+            lists = tuple(f"{name}." for name in survey.trace.repeated(one.end for one in branches))
+            found = [one for one in branches if one.layer == one.end and f"{one.end}.".startswith(lists)]
         if not found:
             raise LayerError(
                 f"residual_dropout found no transformer layer in {type(model).__name__}: it looks for layers that add "
@@ -212,15 +218,10 @@ class residual_dropout(Recipe):
         return _skipped_warnings(model, survey, {site.group for site in sites}, ())
 
 
-def _has_tokens(survey: Survey, branch: Branch) -> bool:
-    """Whether a branch has tokens (N, L, C), and not maps (N, C, L): products with weights act on the last axis."""
-    call = survey.layers[branch.layer][0]
-    call = call.parent or call if branch.layer == branch.end else call
-    inside = [op for op in survey.trace.ops if call.start < op.index < call.end and op.name in PRODUCTS]
-    data = [node for op in inside if has_weights(op) for node in op.inputs if node.is_data]
-    return len(branch.shape) == 3 and any(
-        node.shape[-1:] == branch.shape[-1:] and node.size == math.prod(branch.shape) for node in data
-    )
+def _tokens(trace: Trace) -> set[tuple[int, int]]:
+    """Return the number of elements and of features C of the tokens (N, L, C) that a product with weights reads."""
+    products = [op for op in trace.ops if op.name in PRODUCTS and has_weights(op)]
+    return {(node.size, node.shape[-1]) for op in products for node in op.inputs if node.is_data and node.fits}
 
 
 def _check_no_dropout(model: nn.Module, survey: Survey, layers: tuple[str, ...]) -> None:
