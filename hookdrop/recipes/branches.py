@@ -199,11 +199,11 @@ class residual_dropout(Recipe):
         branches = [
             one
             for one in _require_branches(self, model, survey)
-            if len(one.shape) == 3 and (math.prod(one.shape), one.shape[-1]) in tokens
+            if len(one.shape) == 3 and not tokens.isdisjoint((math.prod(one.shape), size) for size in one.shape[1:])
         ]
         found = [one for one in branches if survey.calls(one.layer).resembles_input]
         if not found:  # the layers of some models are lists of branches
-            lists = tuple(f"{name}." for name in survey.trace.repeated(one.end for one in branches))
+            lists = tuple(f"{name}." for names in survey.trace.lists.values() for name in names)
             found = [one for one in branches if one.layer == one.end and f"{one.end}.".startswith(lists)]
         if not found:
             raise LayerError(
