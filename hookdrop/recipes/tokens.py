@@ -57,9 +57,12 @@ class head_dropout(Recipe):
 
 
 def _skipped(recipe: str, found: Mapping[str, Any]) -> list[str]:
-    """Return a warning about the layers that are no sites, with the first reason."""
-    refused = {name: reason for name, reason in found.items() if isinstance(reason, str)}
-    return [f"{recipe} skips {some([*refused])}: {next(iter(refused.values()))}."] if refused else []
+    """Return a warning for each reason why layers are no sites."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in found.items():
+        if isinstance(reason, str):
+            reasons.setdefault(reason, []).append(name)
+    return [f"{recipe} skips {some(names)}: {reason}." for reason, names in reasons.items()]
 
 
 @dataclass(frozen=True)

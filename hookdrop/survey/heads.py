@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hookdrop.survey.branches import has_weights
 from hookdrop.survey.ops import CONVS, FUSED_ATTENTION, HIDDEN_ATTENTION, PRODUCTS, RECURRENT, SHOWN_ATTENTION, SOFTMAX
 from hookdrop.survey.replay import HiddenOperationError, replay
 from hookdrop.survey.trace import Call, Node, Op, Trace
@@ -75,11 +76,11 @@ def find_heads(trace: Trace) -> dict[str, Heads | str]:
 
 def attention_cores(trace: Trace) -> Iterator[Op]:
     """Yield the operations that multiply attention by the values."""
-    return (core for core, _ in _cores(trace))
+    return (core for core, _ in _cores(trace) if core.name != "sum")
 
 
 def _cores(trace: Trace) -> Iterator[tuple[Op, list[tuple[Node, Op]]]]:
-    """Yield these operations, each with its inputs that come from a softmax, and this softmax."""
+    """Yield these operations, or sums of elementwise products, with their factors that come from a softmax, and which."""
     weights: dict[Node, Op] = {}
     for op in trace.ops:
         known = [(node, weights[node]) for node in op.inputs if node in weights]
@@ -89,6 +90,9 @@ def _cores(trace: Trace) -> Iterator[tuple[Op, list[tuple[Node, Op]]]]:
             weights.update(dict.fromkeys(op.outputs, op))
         elif known and op.name in PRODUCTS and not _has_weight(op):
             yield op, known
+        elif op.name == "sum" and known and (product := op.inputs[0].op) and product.name == "mul":
+            factors = [(node, weights[node]) for node in product.inputs if node in weights]
+            yield op, factors if len(factors) < sum(node.is_data for node in product.inputs) else []
         elif known:
             weights.update(dict.fromkeys(op.outputs, max((softmax for _, softmax in known), key=_index)))
 
@@ -101,7 +105,11 @@ def find_scores(trace: Trace) -> dict[str, Scores | str]:
     pairs = [(op, op) for op in trace.ops if op.name == SHOWN_ATTENTION]
     for core, known in _cores(trace):
         fused = core.name == FUSED_ATTENTION
-        pairs += [(core, core)] if fused else [(core, softmax) for one, softmax in known if _are_weights(one, softmax)]
+        pairs += (
+            [(core, core)]
+            if fused
+            else [(core, softmax) for one, softmax in known if _are_weights(trace, one, softmax)]
+        )
     found: dict[Op, tuple[str, bool | str]] = {}
     mixing, cache = {op for op in trace.ops if op.name in RECURRENT}, dict[str, bool | str]()
     for core, softmax in sorted(pairs, key=lambda pair: pair[0].index):
@@ -128,11 +136,13 @@ def _scores_of(trace: Trace, name: str, own: dict[Op, bool | str]) -> Scores | s
     return Scores(calls, tuple((*op.inputs[0].shape[:-1], key) for op, key in zip(clear, keys, strict=True)))
 
 
-def _are_weights(node: Node, softmax: Op) -> bool:
+def _are_weights(trace: Trace, node: Node, softmax: Op) -> bool:
     """Whether the factor of a product is the result of a softmax over the last axis, and not of what it gates."""
     weights = softmax.outputs[0]
     is_last = softmax.argument(1, "dim") in (-1, len(weights.shape) - 1)
-    return is_last and (node.size == weights.size or node.shape[:-1] == weights.shape[:-1])
+    way = [one.op for one in trace.path(weights, [node]) if one.op]
+    is_alone = all(sum(one.is_data for one in op.inputs) == 1 and not has_weights(op) for op in way)  # as in windows
+    return is_last and (is_alone or node.size == weights.size or node.shape[:-1] == weights.shape[:-1])
 
 
 def _has_weight(op: Op) -> bool:
@@ -148,6 +158,8 @@ def _weighs_positions(trace: Trace, core: Op, softmax: Op, mixing: set[Op], cach
     """
     if softmax.name == SHOWN_ATTENTION:  # it applies the weights itself
         return True
+    if core.name == "sum":
+        return "its weights are multiplied and summed, not in a product of matrices"
     weights = None if core is softmax else softmax.outputs[0]
     way = trace.path(weights, core.outputs) if weights else []
     values = [core.argument(2, "value")] if weights is None else [x for x in core.inputs if x not in (weights, *way)]
@@ -225,11 +237,11 @@ class _Chain:
 
     def weighs_positions(self, weights: Node | None) -> bool | str:
         """Whether keys are positions. The end is the values, or their product with the result of a softmax."""
-        size = self.end.shape[-2] if weights is None else weights.shape[-1]
-        if size == 1:
-            return "it attends to a single position of the example"
-        keys = F.one_hot(torch.tensor(sorted({0, 1, size - 2, size - 1})), size)
         try:
+            size, used = self._used_keys(weights)
+            if len(used) < 2:
+                return "it attends to a single position of the example"
+            keys = F.one_hot(used[sorted({0, 1, len(used) - 2, len(used) - 1})], size)
             # Without keys there may be a bias. Zeros that are normalized again are NaN.
             without = self._slopes(torch.zeros(size), weights) if weights else [torch.zeros(())] * len(self.starts)
             slopes = [[(a - b.nan_to_num()).abs() for a, b in zip(self._slopes(key, weights), without, strict=True)]
@@ -244,6 +256,14 @@ class _Chain:
         if any(not torch.equal(a, b) for a, b in both):
             return True
         return False if both else "its keys are separate tensors, such as experts or time steps"
+
+    def _used_keys(self, weights: Node | None) -> tuple[int, Tensor]:
+        """Return the number of keys, and those that are no padding: a change of their weights changes the end."""
+        if weights is None:
+            return self.end.shape[-2], torch.arange(self.end.shape[-2])
+        given = self.constants[weights] = torch.ones(weights.shape, dtype=self.end.dtype, requires_grad=True)
+        (slope,) = torch.autograd.grad(self.computed()[1].sum(), given)
+        return weights.shape[-1], slope.flatten(0, -2).any(0).nonzero().flatten()
 
     def _slopes(self, key: Tensor, weights: Node | None) -> Sequence[Tensor]:
         """Return the gradients of the sum of the values of one key, given as 0 and 1 for all keys."""
@@ -327,10 +347,12 @@ class _Chain:
             raise _NoHeadsError(f"the way from attention to it is hidden ({error})") from None
 
     def _constant(self, node: Node) -> Tensor:
-        """Random numbers in place of other tensors, such as gates and the weights of norms."""
+        """Random numbers in place of other tensors, such as gates and the weights of norms, but the true sizes."""
         if node not in self.constants:
             values = torch.ones(node.shape)
-            if node.dtype.is_floating_point:  # with small sums over features, so that no activation saturates
+            if node.op is not None and not (node.is_data or node.dtype.is_floating_point):
+                values = replay([node.op], {}, self._constant)[node]
+            elif node.dtype.is_floating_point:  # with small sums over features, so that no activation saturates
                 values = torch.rand(node.shape).add(1.0).div(max(1, torch.Size(node.shape[1:]).numel()))
             self.constants[node] = values.to(node.dtype)
         return self.constants[node]

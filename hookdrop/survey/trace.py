@@ -157,26 +157,35 @@ class Trace:
         return self.modules[name][0] if name in self.modules else ""
 
     @cached_property
-    def kinds(self) -> dict[str, int]:
-        """A number for each module, which is equal for modules of one class with equal shapes of all parameters."""
-        found, parts = dict[str, int](), dict[str, list[tuple[str, int]]]()
-        for name, (kind, shapes) in reversed(self.modules.items()):
-            inside = tuple(parts.get(name, ()))
-            found[name] = hash((kind, shapes, inside))
-            parent, _, last = name.rpartition(".")
-            if name and (shapes or inside):
-                parts.setdefault(parent, []).append((last, found[name]))
-        return found
+    def kinds(self) -> dict[str, tuple[str, frozenset[object]]]:
+        """The class of each module, and the parts with parameters: what modules of one kind have in common.
+
+        A part has its name inside the module, its class and the shapes of its own parameters.
+        """
+        parts: dict[str, set[object]] = {name: set() for name in self.modules}
+        for name, (kind, shapes) in self.modules.items():
+            around = [name[:end] for end, letter in enumerate(f"{name}.") if letter == "."] if name else []
+            for outer in ["", *around] if shapes else ():
+                parts[outer].add((name.removeprefix(outer), kind, shapes))
+        return {name: (self.type_of(name), frozenset(found)) for name, found in parts.items()}
 
     def repeated(self, names: Iterable[str]) -> set[str]:
-        """Return the modules with these names or around them that have an equal sibling among them."""
-        groups: dict[tuple[str, int], set[str]] = {}
+        """Return the modules with these names or around them that have a sibling of their kind among them.
+
+        One of both may have further parts, as the first layer often has.
+        """
+        groups: dict[tuple[str, str], dict[str, frozenset[object]]] = {}
         for name in names:
             while name:
-                parent = name.rpartition(".")[0]
-                groups.setdefault((parent, self.kinds[name]), set()).add(name)
+                parent, (kind, parts) = name.rpartition(".")[0], self.kinds[name]
+                groups.setdefault((parent, kind), {})[name] = parts
                 name = parent
-        return {name for group in groups.values() if len(group) > 1 for name in group}
+        return {
+            name
+            for group in groups.values()
+            for name, parts in group.items()
+            if any(parts <= other or parts >= other for one, other in group.items() if one != name)
+        }
 
     @cached_property
     def calls_of(self) -> dict[str, list[Call]]:

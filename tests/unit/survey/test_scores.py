@@ -77,6 +77,8 @@ KINDS: dict[str, tuple[Callable[..., Tensor], list[bool]]] = {
     "another axis, a vector": (lambda m, x: attend(*qkv(m, x)) * x.softmax(1) * x.softmax(0) * x[0, 0].softmax(-1), [True, *[False] * 3]),
     "features (Shen et al.)": (lambda m, x: qkv(m, x)[0].softmax(-1) @ (x.softmax(-2).mT @ x), [False, False]),
     "features, normalized by a constant": (lambda m, x: x.softmax(-1) @ (x.softmax(-2).mT @ x) / (x.softmax(-1) @ x.softmax(-2).sum(-2).unsqueeze(-1)), [False] * 4),
+    "multiplied and summed": (lambda m, x: (x.unsqueeze(1) * (x @ x.mT).softmax(-1).unsqueeze(-1)).sum(2), [False]),
+    "windows, with padding": (lambda m, x: F.pad((x @ x.mT).softmax(-1), (0, 2)) @ F.pad(x, (0, 0, 0, 2)), [True]),
     "channels (XCA)": (lambda m, x: attend(*(y.mT for y in heads(m, x))), [False]),
     "channels (XCA), fused": (lambda m, x: F.scaled_dot_product_attention(*(y.mT for y in heads(m, x))), [False]),
     "channels after a depthwise convolution": (restored, [False]),
