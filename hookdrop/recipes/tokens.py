@@ -12,7 +12,6 @@ from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import DropKey, HeadDropout, NEFTune, TokenDropout
 from hookdrop.survey.facts import Survey
 from hookdrop.utils.errors import InjectionError, LayerError
-from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import some
 
 
@@ -149,9 +148,9 @@ class patch_dropout(Recipe):
 class neftune(Recipe):
     """NEFTune: noise on the token embeddings while a language model is fine-tuned. A schedule drives `alpha`.
 
-    Jain et al. 2023, arXiv:2310.05914. The site is the module that `get_input_embeddings()` returns (of an
-    encoder-decoder, the encoder's); of other models, the layer that looks up the integers that the model is called
-    with. With the same seed, the noise equals that of transformers' Trainer with `neftune_noise_alpha`, bit for bit.
+    Jain et al. 2023, arXiv:2310.05914. The site is the layer that first looks up the integers that the model is
+    called with: in an encoder-decoder, those of the encoder. With the same seed, the noise equals that of transformers'
+    Trainer with `neftune_noise_alpha`, bit for bit.
 
     Args:
         alpha: scale of the noise; the paper uses 5, 10 and 15.
@@ -175,7 +174,7 @@ class neftune(Recipe):
     attention_mask: bool = False
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        name = _input_embedding(model) or survey.token_embedding
+        name = survey.token_embedding
         if name is None:
             raise LayerError(
                 f"neftune found no layer of {type(model).__name__} that looks up the tokens it is called with.\n"
@@ -188,23 +187,3 @@ class neftune(Recipe):
                 "  remove neftune_noise_alpha from the TrainingArguments"
             )
         return [RecipeSite(name, NEFTune(self.alpha, attention_mask=self.attention_mask))]
-
-
-_COMPUTING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-def _input_embedding(model: nn.Module) -> str | None:
-    """Return the embedding that a model of transformers, possibly inside another, names as that of its tokens."""
-    names = {layer.module: layer.name for layer in named_layers(model)}
-    for module in names:
-        has_encoder = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-        encoder = getattr(module, "get_encoder", None) if has_encoder else None
-        for owner in (encoder() if callable(encoder) else None, module):
-            try:
-                embedding = owner.get_input_embeddings()  # type: ignore[union-attr, operator]
-            except (AttributeError, NotImplementedError, TypeError):  # not a model of text
-                continue
-            # Not an embedding of patches or audio.
-            if embedding in names and not any(isinstance(part, _COMPUTING) for part in embedding.modules()):
-                return names[embedding]
-    return None

@@ -80,7 +80,7 @@ def attention_cores(trace: Trace) -> Iterator[Op]:
 
 
 def _cores(trace: Trace) -> Iterator[tuple[Op, list[tuple[Node, Op]]]]:
-    """Yield these operations, or sums of elementwise products, with their factors that come from a softmax, and which."""
+    """Yield these operations, or sums of elementwise products, with their factors that come from a softmax, and it."""
     weights: dict[Node, Op] = {}
     for op in trace.ops:
         known = [(node, weights[node]) for node in op.inputs if node in weights]

@@ -62,9 +62,12 @@ def find_embedding(trace: Trace) -> str | None:
 
 
 def _given(node: Node) -> Node:
-    """Return the integers that a tensor of integers is a view or a copy of, or that it is clamped from."""
-    while node.op is not None and node.op.name in ("view", "reshape", "flatten", "contiguous", "to", "long", "clamp"):
-        node = node.op.inputs[0]
+    """Return the integers that a tensor of integers is computed from, such as tokens of which some were replaced."""
+    while node.op is not None:
+        integers = {one for one in node.op.inputs if one.is_data and one.dtype in (torch.int32, torch.int64)}
+        if len(integers) != 1:
+            break
+        node = integers.pop()
     return node
 
 
