@@ -90,6 +90,9 @@ def check(imports: str, about: Mapping[str, str]) -> dict[str, Any]:
 def prepared(model: nn.Module) -> nn.Module:
     """Give all weights other values, as some branches are 0 at first; remove dropout, for `residual_dropout`."""
     for weight in model.parameters():
+        if weight.is_complex():
+            weight.data = weight.data + 0.05 * torch.randn_like(weight)
+            continue
         weight.data = weight.data.nan_to_num(0, 0, 0).clamp(-3, 3) + 0.05 * torch.randn_like(weight)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -178,6 +181,8 @@ def skips_layers(model: nn.Module, example: Any, names: set[str]) -> str:
 
     def skip(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         x = floating((args, kwargs))[0]
+        if isinstance(output, Mapping):  # a ModelOutput of transformers
+            return type(output)(**{**output, next(iter(output)): x})
         return x if isinstance(output, Tensor) else type(output)([x, *output[1:]])
 
     with dropping(model, example, recipes.layer_drop(p=0.9999999)):

@@ -15,8 +15,7 @@ from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import Dropout, DropPath, LayerDrop
 from hookdrop.survey.branches import Branch, has_weights
 from hookdrop.survey.facts import Survey
-from hookdrop.survey.ops import PRODUCTS
-from hookdrop.survey.trace import Trace
+from hookdrop.survey.ops import CONVS, PRODUCTS
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import counted, some
@@ -195,12 +194,7 @@ class residual_dropout(Recipe):
         Dropout(self.p)
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        tokens = _tokens(survey.trace)  # not the maps (N, C, L) of a CNN
-        branches = [
-            one
-            for one in _require_branches(self, model, survey)
-            if len(one.shape) == 3 and not tokens.isdisjoint((math.prod(one.shape), size) for size in one.shape[1:])
-        ]
+        branches = [one for one in _require_branches(self, model, survey) if _has_tokens(survey, one)]
         found = [one for one in branches if survey.calls(one.layer).resembles_input]
         if not found:  # the layers of some models are lists of branches
             lists = tuple(f"{name}." for names in survey.trace.lists.values() for name in names)
@@ -218,10 +212,22 @@ class residual_dropout(Recipe):
         return _skipped_warnings(model, survey, {site.group for site in sites}, ())
 
 
-def _tokens(trace: Trace) -> set[tuple[int, int]]:
-    """Return the number of elements and of features C of the tokens (N, L, C) that a product with weights reads."""
-    products = [op for op in trace.ops if op.name in PRODUCTS and has_weights(op)]
-    return {(node.size, node.shape[-1]) for op in products for node in op.inputs if node.is_data and node.fits}
+def _has_tokens(survey: Survey, branch: Branch) -> bool:
+    """Whether a branch has tokens (N, L, C), and not maps (N, C, L): linear layers act on the last axis."""
+    size, call = math.prod(branch.shape), survey.layers[branch.layer][0]
+    data = {
+        op: [one for one in op.inputs if one.is_data and one.size == size] for op in survey.trace.ops if has_weights(op)
+    }
+    features = {one.shape[-1] for op, ones in data.items() if op.name in PRODUCTS for one in ones}
+    own = [op for op, ones in data.items() if ones and call.start < op.index < call.end]
+    return (
+        len(branch.shape) == 3
+        and not features.isdisjoint(branch.shape[1:])
+        and not (own and all(op.name in _OF_MAPS for op in own))
+    )
+
+
+_OF_MAPS = CONVS | {"batch_norm", "group_norm", "instance_norm"}
 
 
 def _check_no_dropout(model: nn.Module, survey: Survey, layers: tuple[str, ...]) -> None:

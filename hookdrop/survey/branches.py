@@ -174,6 +174,8 @@ class _Search:
         root, residual.before, others = self._reach(skip, branch, residual.inside)
         if root is None or (root in residual.before and not self._computes(root, branch, residual.before)):
             return False
+        if residual.op.name != "add" and not self._has_weights(root, residual.before):
+            return False  # a difference from a moving average
         residual.root = root
         if root in residual.before:
             if (first := self._first_of_two(residual)) is None:
@@ -216,13 +218,17 @@ class _Search:
 
     def _computes(self, root: Node, branch: Node, before: Collection[Node]) -> bool:
         """Whether weights, or a module that gets the root, lie between a root and a branch."""
-        if any(node.op is not None and has_weights(node.op) for node in before if node is not root):
+        if self._has_weights(root, before):
             return True
         calls, node = self._producers(branch), branch  # FNet's Fourier transform has no weights
         while node.op is not None and is_linear(node.op) and (source := _data_input(node.op)) is not None:
             node = source
             calls += self._producers(node)
         return root not in self.roots.get(branch, ()) and any(root in call.inputs for call in calls)
+
+    @staticmethod
+    def _has_weights(root: Node, before: Collection[Node]) -> bool:
+        return any(node.op is not None and has_weights(node.op) for node in before if node is not root)
 
     def _first_of_two(self, second: Residual) -> Residual | None:
         """Return the first sum of a RevNet's block, y1 = x1 + f(x2) and y2 = x2 + g(y1), given the second one."""
@@ -250,29 +256,27 @@ class _Search:
         if op.name != "add":
             return False
         known = self.found.get(skip)
-        path = [] if known else self._path(skip, branch)
-        root = known.root if known and known.is_projection else path[-1].inputs[0] if path else None
+        root, path = (known.root, set[Node]()) if known and known.is_projection else self._projected(residual)
         if root is None or not self.trace.leads(root, branch):
             return False
         residual.root, residual.is_projection = root, True
         residual.before = self._between(root, branch, residual.inside)[0]
-        around = [node.op for node in residual.before - {root} if node.op is not None]
         is_region = root in residual.before and all(use.name in CROPS for use in self._leaks(residual))
-        return is_region and (known is not None or _is_projection(path, around, residual))
+        enlarged = [node for node in residual.before - {root} if node.op and node.op.name in ENLARGING]
+        # All of the branch of a level of a pyramid is enlarged.
+        is_level = any(branch not in self.trace.reached([root], gate=node) for node in enlarged)
+        return is_region and (known is not None or _is_projection(path, residual, is_level))
 
     def _leaks(self, residual: Residual) -> Iterator[Op]:
         """Yield the operations outside a branch that read what lies between its root and its end."""
         for node in residual.before - {residual.root, residual.branch}:
             yield from (use for use in self.regions.uses(node) if residual.before.isdisjoint(use.outputs))
 
-    def _path(self, skip: Node, branch: Node) -> list[Op]:
-        """Return the operations on one tensor that lead to a skip from what also leads to a branch, the last first."""
-        found: list[Op] = []
-        node: Node | None = skip
-        while node is not None and node.op is not None and not self.trace.leads(node, branch):
-            found.append(node.op)
-            node = _data_input(node.op)
-        return [] if node is None else found
+    def _projected(self, residual: Residual) -> tuple[Node | None, set[Node]]:
+        """Return the one tensor that a skip is computed from and that has other uses, and what lies between."""
+        region = self.regions.before(residual.skip, residual.op)
+        entries = {node for node in region.entries if node.is_data and node.fits}
+        return (entries.pop(), region.inside) if len(entries) == 1 else (None, set())
 
     def _mixture(self, op: Op) -> Residual | None:
         """Return a combination of a tensor and of what layers compute from it that is no plain addition."""
@@ -338,20 +342,26 @@ def has_weights(op: Op) -> bool:
     return op.name == "opaque" or any(node.has_weights and not node.is_data for node in op.inputs)
 
 
-def _is_projection(path: list[Op], around: list[Op], residual: Residual) -> bool:
-    """Whether the operations on a skip are a projection, given those of the branch."""
-    layers, names = [one for one in path if has_weights(one) and "norm" not in one.name], {one.name for one in path}
-    lengths = {residual.root: 0}  # the most operations with weights on the way
-    for node in sorted(residual.before - {residual.root}, key=lambda node: node.index):
-        assert node.op is not None
-        lengths[node] = max(lengths.get(one, 0) for one in node.op.inputs) + has_weights(node.op)
+def _is_projection(skip: set[Node], residual: Residual, is_level: bool) -> bool:
+    """Whether what computes a skip is a projection, given the branch."""
+    layers, names = _length(residual.skip, skip, norms=False), {node.op.name for node in skip if node.op}
     return (
-        lengths[residual.branch] > sum(map(has_weights, path))
-        and len(layers) < 2  # not two branches without a skip, such as routed and shared experts
+        _length(residual.branch, residual.before - {residual.root}) > _length(residual.skip, skip)
+        and layers < 2  # not two branches without a skip, such as routed and shared experts
         and not names <= PARTS  # a part of a tensor, as in Res2Net
-        and not all(map(is_affine, around))  # LoRA: two linear layers beside one
-        and not (names.isdisjoint(ENLARGING) and any(one.name in ENLARGING for one in around))  # levels of a pyramid
+        and not all(is_affine(node.op) for node in residual.before - {residual.root} if node.op)  # LoRA
+        and not (is_level and names.isdisjoint(ENLARGING))
     )
+
+
+def _length(end: Node, inside: set[Node], norms: bool = True) -> int:
+    """Return the most operations with weights on the way to a tensor, among those that computed some tensors."""
+    lengths: dict[Node, int] = {}
+    for node in sorted(inside, key=lambda node: node.index):
+        if (op := node.op) is not None:
+            counts = has_weights(op) and (norms or "norm" not in op.name)
+            lengths[node] = max((lengths.get(one, 0) for one in op.inputs), default=0) + counts
+    return lengths.get(end, 0)
 
 
 def _data_input(op: Op) -> Node | None:

@@ -113,7 +113,7 @@ class ConvGraph:
         if len(full) == 1:
             return full
         for kept, other in (inputs, inputs[::-1]):
-            attends = op.name == "mul" or not _ATTENTION.isdisjoint(_names(self.path(kept, other)))
+            attends = op.name == "mul" or any(map(_attends, self.path(kept, other)))
             if attends and self.trace.leads(kept, other):
                 return [kept]
         return inputs
@@ -178,7 +178,7 @@ class ConvGraph:
 
     def layers(self, path: Collection[Node]) -> list[Call]:
         """Return the layers after the convolutions on a path, without those that compute queries, keys and values."""
-        cores = [node.op for node in path if node.op is not None and node.op.name in _ATTENTION]
+        cores = [node.op for node in path if node.op is not None and _attends(node)]
         found = dict.fromkeys(layer for conv in self.convs(path) if (layer := self.layer_after(conv)))
         return [layer for layer in found if not any(self._is_near(layer.outputs[0], core) for core in cores)]
 
@@ -186,6 +186,11 @@ class ConvGraph:
         """Whether a tensor leads to an operation without another convolution."""
         path = self.trace.path(node, core.inputs)
         return self.trace.leads(node, core.outputs[0]) and CONVS.isdisjoint(_names(path))
+
+
+def _attends(node: Node) -> bool:
+    """Whether a tensor is a product of matrices that both depend on the example."""
+    return node.op is not None and node.op.name in _ATTENTION and sum(one.is_data for one in node.op.inputs) > 1
 
 
 def _names(path: Iterable[Node]) -> list[str]:

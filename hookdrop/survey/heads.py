@@ -116,10 +116,16 @@ def find_scores(trace: Trace) -> dict[str, Scores | str]:
         verdict = _weighs_positions(trace, core, softmax, mixing, cache)
         mixing |= {core} if verdict is True else set()
         if found.get(softmax, ("", False))[1] is not True:
-            around = core.call.around() if core.call else ()
-            found[softmax] = next((call.name for call in around if call.start < softmax.index), ""), verdict
+            found[softmax] = _home(core, softmax), verdict
     return {name: _scores_of(trace, name, {op: one for op, (home, one) in found.items() if home == name})
             for name in dict(found.values())}  # fmt: skip
+
+
+def _home(core: Op, softmax: Op) -> str:
+    """Return the innermost module around both, or that which computes the scores for a module beside it."""
+    both = next((call for call in (core.call.around() if core.call else ()) if call.start < softmax.index), None)
+    first = next((call for call in (softmax.call.around() if softmax.call else ()) if call.has_weights), both)
+    return max((one for one in (both, first) if one), key=lambda call: call.start).name if both else ""
 
 
 def _scores_of(trace: Trace, name: str, own: dict[Op, bool | str]) -> Scores | str:

@@ -163,10 +163,11 @@ class Trace:
         A part has its name inside the module, its class and the shapes of its own parameters.
         """
         parts: dict[str, set[object]] = {name: set() for name in self.modules}
-        for name, (kind, shapes) in self.modules.items():
-            around = [name[:end] for end, letter in enumerate(f"{name}.") if letter == "."] if name else []
-            for outer in ["", *around] if shapes else ():
-                parts[outer].add((name.removeprefix(outer), kind, shapes))
+        for name, (kind, shapes) in reversed(self.modules.items()):
+            if shapes or parts[name]:
+                around = [name[:end] for end, letter in enumerate(f"{name}.") if letter == "."] if name else []
+                for outer in ["", *around]:
+                    parts[outer].add((name.removeprefix(outer), kind, shapes))
         return {name: (self.type_of(name), frozenset(found)) for name, found in parts.items()}
 
     def repeated(self, names: Iterable[str]) -> set[str]:
