@@ -24,6 +24,8 @@ _IN_EACH_LAYER = ("layer_drop", "stochastic_depth", "residual_dropout", "head_dr
 def differences(recipe: str, model: nn.Module, planned: Sequence[tuple[Run, hookdrop.Plan]]) -> list[str]:
     """Return how the sites differ from the layers and heads of the config, unless a warning names the difference."""
     found = [text for _, plan in planned for text in equal.differences(plan)]
+    if not hasattr(model, "config"):
+        return found
     full = [(f"{run.name}." if run.name else "", plan) for run, plan in planned]
     sites = [f"{prefix}{site.name}" for prefix, plan in full for site in plan.sites]
     names = [f"{prefix}{one}" for prefix, plan in full for one in equal.named(plan.warnings)]

@@ -247,16 +247,12 @@ def _require_branches(recipe: Recipe, model: nn.Module, survey: Survey) -> Seque
     what = "it looks for additions of a tensor and of what layers compute from it, in a forward of the example.\n"
     if survey.gaps[0]:
         blocks, reasons = zip(*survey.gaps[0].items(), strict=True)
-        what = f"no hook can reach the end of those in {some([one or 'the model' for one in blocks])}: {reasons[0]}.\n"
-        what += f"  {_ENDLESS}\n"
+        what = f"no hook can reach the end of those in {some([one or 'the model' for one in blocks])}: {reasons[0]}\n"
     raise LayerError(
         f"{type(recipe).__name__} found no residual branch in {type(model).__name__}: {what}"
         "  choose the layers yourself: inject(model, ..., layers=...)\n"
         "  see all:                    print(hookdrop.layers(model))"
     )
-
-
-_ENDLESS = "end the branch with a module, then add: self.act = nn.ReLU(); x + self.act(self.conv(x))"
 
 
 def _skipped_warnings(
@@ -267,7 +263,7 @@ def _skipped_warnings(
     found = [
         *((f"{reason}.", name) for reason, name in refused if reason),
         *(("the example does not call them.", name) for name in others if name not in survey.layers),
-        *((f"{why}.\n  {_ENDLESS}", name or "the model") for name, why in survey.gaps[0].items()),
+        *((why, name or "the model") for name, why in survey.gaps[0].items()),
         *(("their attention is in no residual branch.", name) for name in _apart(survey, known)),
     ]
     reasons: dict[str, dict[str, None]] = {}

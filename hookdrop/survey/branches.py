@@ -102,12 +102,20 @@ def find_gaps(
             how = f"combines its skip and its branch by {one.op.name}(), not as skip + branch"
             end = "ends with a tensor that has other uses" if one.has_shared_end else "does not end with a module"
             why = f"it {how}" if one in mixtures else f"a residual branch there {end}"
-            reasons.setdefault(_home_name(one), why)
+            reasons.setdefault(_home_name(one), f"{why}.\n  {_ENDLESS}")
             inside |= one.before - {one.root}
+    homes = {*map(_home_name, kept)}
+    nested = [one for one in everything if one.ends and one.output in inside and not one.is_projection]
+    for home in dict.fromkeys(_home_name(one) for one in nested if one not in kept):
+        if home not in homes:
+            reasons.setdefault(home, "its residual branches are inside another one.")
     products = PRODUCTS | {FUSED_ATTENTION}
     ops = [op for op in trace.ops if op.name in products and inside.isdisjoint(op.outputs)]
     apart = [op.call for op in ops if op.call and sum(node.fits and node.is_data for node in op.inputs) > 1]
     return reasons, tuple(dict.fromkeys(apart))
+
+
+_ENDLESS = "end the branch with a module, then add: self.act = nn.ReLU(); x + self.act(self.conv(x))"
 
 
 class _Search:

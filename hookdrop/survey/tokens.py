@@ -56,7 +56,9 @@ def find_embedding(trace: Trace) -> str | None:
     for op in trace.ops:
         if op.name == "embedding" and op.call is not None:
             index = next((node for node in op.inputs if _given(node).leaf == "input"), None)
-            if index is not None and any(node.shape[:-1] == index.shape for node in op.call.outputs):
+            if index is not None and any(
+                node.shape[:-1] == index.shape and len(node.shape) == 3 for node in op.call.outputs
+            ):
                 return op.call.name or None
     return None
 

@@ -610,9 +610,9 @@ inject(from_timm("test_vit", drop_path_rate=0.1)(), recipes.stochastic_depth())
 # residual_dropout of a model that has dropout
 inject(nn.Sequential(decoder()), recipes.residual_dropout(), example_input=torch.randn(2, 4, 8))
 # neftune of a model with the NEFTune of transformers
-(model := language_model()).embed_tokens.neftune_noise_alpha = 5
-model.get_input_embeddings = lambda: model.embed_tokens
-inject(model, recipes.neftune())
+model = toy(lambda m, ids: m.embed_tokens(ids), embed_tokens=nn.Embedding(8, 16))
+model.embed_tokens.neftune_noise_alpha = 5
+inject(model, recipes.neftune(), example_input=torch.zeros(2, 3).long())
 # patch_dropout of a model without patches in a sequence
 model = from_timm("swin_tiny_patch4_window7_224", depths=(1, 1))()
 inject(model, recipes.patch_dropout(p=0.5), example_input=torch.randn(1, 3, 224, 224))
