@@ -28,7 +28,7 @@ class stochastic_depth(Recipe):
     The rate grows from 0 at the first block to `p` at the last: `inject(..., p_scale="depth")` starts above 0 as in the
     paper, `"equal"` uses `p` in every block, and `lambda name, i, n: i / n` is that of both libraries' EfficientNets.
     Huang et al. 2016, arXiv:1603.09382, section 3. Running the model shows the branches: all additions of a tensor and
-    of what layers compute from it.
+    of what layers compute from it, apart from skips around several blocks, as in a U-Net.
 
     Args:
         p: drop probability of the last block.

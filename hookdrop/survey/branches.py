@@ -405,11 +405,9 @@ def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
         since, home = outer.root.index, _home_name(outer)
         inside = [one for one in residuals if one.output in outer.before and one.root.index >= since]
         inner = [one for one in inside if _home_name(one) != home]
-        # What an attention adds to its queries alone: the stream goes on without it.
-        aside = [one for one in inside if one.root is outer.root and one.skip in outer.before and not one.is_projection]
         homes = {_home_name(one) for one in inner}
         outermost = [name for name in homes if not any(f"{name}.".startswith(f"{one}.") for one in homes - {name})]
-        left_out.update([outer] if len(outermost) > 1 else [*inner, *aside])
+        left_out.update([outer] if len(outermost) > 1 else inner)
     return [one for one in residuals if one not in left_out]
 
 

@@ -270,6 +270,44 @@ def test_a_branch_that_is_broadcast_to_its_skip() -> None:
     assert survey(model, X).skippable == {"0": "", "1": "", "2": ""}
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda m, x: torch.cat([m.a(x), m.a(F.pad(x[..., 1:], (0, 1)))], 1) + m.g(m.f(x).relu()),
+        lambda m, x: m.b(x) + m.g(m.f(x).relu() * F.interpolate(m.b(x)[..., ::2, ::2], size=8).sigmoid()),
+    ],
+    ids=["a projection in two halves (Shake-Shake)", "a gate that is enlarged (AirNet)"],
+)
+def test_the_branch_is_found_beside(how: Form) -> None:
+    a, f = nn.Conv2d(C, C, 1), nn.Conv2d(C, 2 * C, 3, 1, 1)
+    model = toy(how, a=a, b=nn.Conv2d(C, 2 * C, 1), f=f, g=nn.Conv2d(2 * C, 2 * C, 1))
+    assert plan(model, stochastic_depth(), example_input=torch.randn(2, C, 8, 8)).sites[-1].name in "ga"
+
+
+def test_a_difference_from_a_moving_average_is_no_branch() -> None:
+    season = toy(lambda m, x: x - m.pool(x), pool=toy(lambda m, x: F.avg_pool1d(x.mT, 3, 1, 1).mT))
+    with pytest.raises(LayerError, match="found no residual branch"):
+        plan(nn.Sequential(nn.Linear(C, C), season), stochastic_depth(), example_input=X)
+
+
+def test_a_branch_inside_another_that_begins_with_its_skip() -> None:
+    """As in Fourier neural operators."""
+    model = toy(lambda m, x: x + m.g((x + m.f(x)).relu()), f=nn.Linear(C, C), g=nn.Linear(C, C))
+    assert [site.name for site in plan(nn.Sequential(model), stochastic_depth(), example_input=X).sites] == [
+        "0.f",
+        "0.g",
+    ]
+
+
+def test_branches_inside_another_are_named() -> None:
+    outer = [
+        toy(lambda m, x: x + m.f(m.inner(m.g(x))), f=nn.Linear(C, C), g=nn.Linear(C, C), inner=pre_norm()) for _ in "12"
+    ]
+    found = plan(nn.Sequential(*outer), stochastic_depth(), example_input=X)
+    assert [site.name for site in found.sites] == ["0.f", "1.f"]
+    assert "'0.inner', '1.inner': its residual branches are inside another one" in found.warnings[0]
+
+
 def test_a_part_of_a_tensor_that_is_added() -> None:
     """The rest goes on with the sum, as in a ReXNet, or to another sum."""
     joined = block(lambda m, x: torch.cat([(y := m.f(m.p(x)))[..., :4] + x[..., :4], y[..., 4:]], -1))

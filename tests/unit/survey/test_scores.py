@@ -1,5 +1,6 @@
 """Which softmax has scores of attention, in modules of no library: all scores are counted just before each softmax."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,13 @@ def test_attention_around_attention_drops_each_score_once() -> None:
         model(X)
     for fraction, size in zip(mode.found, sizes, strict=True):
         assert abs(fraction - 0.3 * bool(size)) <= 5.0 * (0.21 / max(size, 1)) ** 0.5 * bool(size)
+
+
+def test_scores_belong_to_the_module_that_computes_them() -> None:
+    """Not to the model that multiplies them by the values, as in GMA."""
+    weigh = toy(lambda m, x: (m.q(x) @ x.mT).softmax(-1), q=nn.Linear(8, 8))
+    model = toy(lambda m, x: m.two(m.one(x) @ x) @ x, one=weigh, two=copy.deepcopy(weigh))
+    assert [site.name for site in plan(model, recipes.drop_key(p=0.5), example_input=X).sites] == ["one", "two"]
 
 
 def test_a_layer_without_an_example_or_with_attention_only_inside_it_is_refused() -> None:
