@@ -284,7 +284,8 @@ class _Search:
         """Return the one tensor that a skip is computed from and that has other uses, and what lies between."""
         region = self.regions.before(residual.skip, residual.op)
         entries = {node for node in region.entries if node.is_data and node.fits}
-        return (entries.pop(), region.inside) if len(entries) == 1 else (None, set())
+        inside = {node for node in region.inside if node.is_data}
+        return (entries.pop(), inside) if len(entries) == 1 else (None, set())
 
     def _mixture(self, op: Op) -> Residual | None:
         """Return a combination of a tensor and of what layers compute from it that is no plain addition."""
