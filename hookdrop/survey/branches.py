@@ -285,7 +285,9 @@ class _Search:
         region = self.regions.before(residual.skip, residual.op)
         entries = {node for node in region.entries if node.is_data and node.fits}
         inside = {node for node in region.inside if node.is_data}
-        return (entries.pop(), inside) if len(entries) == 1 else (None, set())
+        # What contains a sum of its own is another stream.
+        is_projected = len(entries) == 1 and self.found.keys().isdisjoint(inside)
+        return (entries.pop(), inside) if is_projected else (None, set())
 
     def _mixture(self, op: Op) -> Residual | None:
         """Return a combination of a tensor and of what layers compute from it that is no plain addition."""
