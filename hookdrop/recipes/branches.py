@@ -194,7 +194,7 @@ class residual_dropout(Recipe):
         Dropout(self.p)
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        branches = [one for one in _require_branches(self, model, survey) if _has_tokens(survey, one)]
+        branches = _of_tokens(survey, _require_branches(self, model, survey))
         found = [one for one in branches if survey.calls(one.layer).resembles_input]
         if not found:  # the layers of some models are lists of branches
             lists = tuple(f"{name}." for names in survey.trace.lists.values() for name in names)
@@ -212,19 +212,19 @@ class residual_dropout(Recipe):
         return _skipped_warnings(model, survey, {site.group for site in sites}, ())
 
 
-def _has_tokens(survey: Survey, branch: Branch) -> bool:
-    """Whether a branch has tokens (N, L, C), and not maps (N, C, L): linear layers act on the last axis."""
-    size, call = math.prod(branch.shape), survey.layers[branch.layer][0]
-    data = {
-        op: [one for one in op.inputs if one.is_data and one.size == size] for op in survey.trace.ops if has_weights(op)
-    }
-    features = {one.shape[-1] for op, ones in data.items() if op.name in PRODUCTS for one in ones}
-    own = [op for op, ones in data.items() if ones and call.start < op.index < call.end]
-    return (
-        len(branch.shape) == 3
-        and not features.isdisjoint(branch.shape[1:])
-        and not (own and all(op.name in _OF_MAPS for op in own))
-    )
+def _of_tokens(survey: Survey, branches: Iterable[Branch]) -> list[Branch]:
+    """Return the branches with tokens (N, L, C), and not maps (N, C, L): linear layers act on the last axis."""
+    weighted = [op for op in survey.trace.ops if has_weights(op)]
+    reads = [(op, {node.size: node.shape[-1] for node in op.inputs if node.is_data and node.fits}) for op in weighted]
+    features = {(size, last) for op, read in reads if op.name in PRODUCTS for size, last in read.items()}
+    found = []
+    for one in branches:
+        size, call = math.prod(one.shape), survey.layers[one.layer][0]
+        own = [op.name for op, read in reads if size in read and call.start < op.index < call.end]
+        has_features = any((size, last) in features for last in one.shape[1:])
+        if len(one.shape) == 3 and has_features and not (own and _OF_MAPS.issuperset(own)):
+            found.append(one)
+    return found
 
 
 _OF_MAPS = CONVS | {"batch_norm", "group_norm", "instance_norm"}

@@ -285,7 +285,7 @@ class _Search:
         region = self.regions.before(residual.skip, residual.op)
         entries = {node for node in region.entries if node.is_data and node.fits}
         inside = {node for node in region.inside if node.is_data}
-        # What contains a sum of its own is another stream.
+        # A skip that contains a sum belongs to a second stream.
         is_projected = len(entries) == 1 and self.found.keys().isdisjoint(inside)
         return (entries.pop(), inside) if is_projected else (None, set())
 

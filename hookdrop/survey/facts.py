@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals
@@ -61,7 +63,7 @@ class Survey:
 
         Other layers that follow attention have the reason why they have none.
         """
-        with forked_rng():
+        with _fixed_seed():
             return find_heads(self.trace)
 
     @cached_property
@@ -70,7 +72,7 @@ class Survey:
 
         Other modules that multiply the result of a softmax have the reason why they have none.
         """
-        with forked_rng():
+        with _fixed_seed():
             return find_scores(self.trace)
 
     def samples(self, name: str, at: str = "output") -> Samples | str:
@@ -201,6 +203,14 @@ class Survey:
                 reason = str(error).partition("\n")[2].partition("\n")[0].strip()
         missed = f"functional dropout, as the model does not run in training mode: {reason}"
         return DropRates(tuple(known_drop_rates(self.model)), {missed: ()})
+
+
+@contextmanager
+def _fixed_seed() -> Iterator[None]:
+    """Draw the same numbers each time, so that a plan depends on the model alone, and leave the user's RNG as it is."""
+    with forked_rng():
+        torch.manual_seed(0)
+        yield
 
 
 _NO_VALUES = "this takes values, and the model or the example has none (a meta device or fake tensors)"

@@ -104,12 +104,8 @@ def find_scores(trace: Trace) -> dict[str, Scores | str]:
     """Return the scores by the innermost module that computes attention, or why it has none that are clear."""
     pairs = [(op, op) for op in trace.ops if op.name == SHOWN_ATTENTION]
     for core, known in _cores(trace):
-        fused = core.name == FUSED_ATTENTION
-        pairs += (
-            [(core, core)]
-            if fused
-            else [(core, softmax) for one, softmax in known if _are_weights(trace, one, softmax)]
-        )
+        softmaxes = [softmax for one, softmax in known if _are_weights(trace, one, softmax)]
+        pairs += [(core, one) for one in ([core] if core.name == FUSED_ATTENTION else softmaxes)]
     found: dict[Op, tuple[str, bool | str]] = {}
     mixing, cache = {op for op in trace.ops if op.name in RECURRENT}, dict[str, bool | str]()
     for core, softmax in sorted(pairs, key=lambda pair: pair[0].index):
