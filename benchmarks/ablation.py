@@ -31,9 +31,9 @@ BRANCHES, LAYERS, CONVS, HEADS = (f"hookdrop.survey.{name}" for name in ("branch
 RULES: dict[str, Callable[..., Any]] = {
     f"{BRANCHES}._Search._projection": lambda *_: False,
     f"{BRANCHES}._Search._first_of_two": lambda *_: None,
-    f"{BRANCHES}._Search._mixture": lambda *_: None,
     f"{BRANCHES}._Search._computes": lambda *_: True,
     f"{BRANCHES}._is_projection": lambda *_: True,
+    f"{BRANCHES}._Search._is_level": lambda *_: False,
     f"{BRANCHES}._without_long_skips": lambda residuals: residuals,
     f"{BRANCHES}._usable_ends": lambda trace, _: {*trace.calls_of} - {""},
     f"{BRANCHES}._home_name": lambda residual: residual.op.call.name if residual.op.call else "",
@@ -56,7 +56,6 @@ RULES: dict[str, Callable[..., Any]] = {
     f"{HEADS}._has_weight": lambda _: False,
     f"{HEADS}._weighs_positions": lambda *_: True,
     "hookdrop.recipes.branches._apart": lambda *_: [],
-    "hookdrop.recipes.branches._like": lambda model, survey, names: [*names],
 }
 """By its full name, each rule with what stands for it when it is off."""
 RECIPES = (

@@ -32,8 +32,6 @@ def message(kind: str, it: object, found: Any = ()) -> str:
     return MESSAGES[kind].format(it=it, **(found if isinstance(found, dict) else {}))
 
 
-_CALLBACK = "  if your trainer builds a new model (ultralytics, FX quantization), inject into that one, in a callback."
-
 MESSAGES = {
     # --- in a plan: the first three without a forward
     "high_rate": ("{title} at {site!r} drops {p:.0%}: did you mean keep_prob={p:g}?"),
@@ -84,16 +82,7 @@ MESSAGES = {
         "  per-sample gradients computed there (Opacus) are wrong; .grad is right. Hook a layer without weights or, "
         'with at="input", the next layer.'
     ),
-    "discarded": (
-        "the model that {it.name!r} was injected into was deleted before it ran in training mode: nothing is dropped.\n"
-        f"{_CALLBACK}"
-    ),
     # --- use of the model
-    "rebuilt": (
-        "{it.name!r}: an optimizer trains another model with such layers, which was built after inject and has no "
-        "hooks. The hooked one has not been trained.\n"
-        f"{_CALLBACK}"
-    ),
     "silent": (
         "{it.name!r}: {sites} never ran, so nothing is dropped there.\n"
         "  PyTorch calls neither a ModuleList that is only iterated over nor a module whose weights are used directly, "

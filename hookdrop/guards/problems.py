@@ -14,7 +14,6 @@ from hookdrop.hooks.call_context import refuse_layout
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState
-from hookdrop.hooks.updates import UPDATES_BEFORE_WARNING
 from hookdrop.utils.names import module_at
 from hookdrop.utils.seeding import announce, find_rank_with_same_seed
 from hookdrop.utils.select import layers_by_name
@@ -22,7 +21,7 @@ from hookdrop.utils.tables import some
 from hookdrop.utils.torch_internals import full_backward_hooks_of, parameters_of
 
 CHANGES = ("lost", "copied", "moved", "full_backward_hook")
-USE = ("rebuilt", "silent", "always_in_eval", "equal_masks", "rows")
+USE = ("silent", "always_in_eval", "equal_masks", "rows")
 STEPS_BEFORE_WARNING = 10  # schedule steps after which every site should have run
 
 
@@ -101,14 +100,6 @@ class Comparison:
         """A module with weights, hooked at its output, has full backward hooks: PyTorch attaches them after ours."""
         outputs = [(module, hook.site) for module, hook in self.placed if hook.at == "output"]
         return [site for module, site in outputs if full_backward_hooks_of(module) and any(parameters_of(module))]
-
-    @property
-    def rebuilt(self) -> bool:
-        """An optimizer trains a model built after inject, with mostly the same shapes; the hooked one only waits."""
-        counter = self.state.live.update_counter
-        steps = 0 if counter is None or self.state.live.trained or counter.updates else counter.steps_of_others
-        enough = steps >= UPDATES_BEFORE_WARNING and not any(hook.called for hook in self.hooks)
-        return enough or (self.requested and steps > 0)
 
     @cached_property
     def intact(self) -> list[SiteHook]:

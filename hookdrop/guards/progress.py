@@ -6,9 +6,6 @@ without weights. Updates by other optimizers are detected in forward passes. The
 
 from __future__ import annotations
 
-import gc
-import threading
-import weakref
 from functools import cache
 from typing import Any
 
@@ -18,13 +15,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hookdrop.guards.messages import find, message, warn_each
+from hookdrop.guards.messages import find, warn_each
 from hookdrop.guards.problems import CHANGES, Comparison, find_problems
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.optimizer import is_inside_step
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState, States
-from hookdrop.hooks.updates import UPDATES_BEFORE_WARNING, UpdateCounter, trains_hooked_model
+from hookdrop.hooks.updates import UPDATES_BEFORE_WARNING, UpdateCounter
 from hookdrop.utils.torch_internals import children_of
 
 PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "too_slow", "ended_early", "restarted")
@@ -141,29 +138,13 @@ def unwatch(state: InjectionState) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or is_inside_step(optimizer):
         return
-    gone = []
     for state in _watched.snapshot():
         counter: UpdateCounter = state.live.update_counter
         model = counter.model()
         if model is not None:
             _check_state(counter, model, state, optimizer)
-        elif state.live.trained or counter.copied:
+        else:
             unwatch(state)
-        elif counter.thread == threading.get_ident():
-            # Other threads are skipped: their `inject` may not have returned its handle yet.
-            gone.append(weakref.ref(state))
-        del state  # or the loop variable keeps a state alive that has no handle
-    if gone and not trains_hooked_model(optimizer):
-        discarded(gone)
-
-
-def discarded(gone: list[weakref.ref[InjectionState]]) -> None:
-    """The model is gone, no hook ran in training mode, and an optimizer trains a model without hooks."""
-    gc.collect()  # warn only about injections whose handle is still alive
-    for state in filter(None, (reference() for reference in gone)):
-        unwatch(state)
-        if not state.has_copy:
-            state.warn_once("discarded", message("discarded", state))
 
 
 def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState, optimizer: Optimizer) -> None:
@@ -178,8 +159,6 @@ def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState
         _compare(counter, model, state)
     if counter.awaiting_first_calls:
         counter.awaiting_first_calls = not all(getattr(member, "called", True) for member in state.live.members)
-        if not (trains or state.live.trained) and counter.notice_other(state, optimizer):
-            warn_each(state, find(["rebuilt"], Comparison(model, state)))
         if counter.awaiting_first_calls and trains and counter.was_updated():
             counter.awaiting_first_calls = False
             warn_each(state, find_problems(model, state) | schedule_problems(state, state.live.trained))
@@ -199,13 +178,8 @@ def _compare(counter: UpdateCounter, model: nn.Module, state: InjectionState) ->
 
 
 def _before_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Note which models are built before the training, and compare a model again if a hooked module is replaced."""
-    if torch.compiler.is_compiling():
-        return
-    for state in _watched.snapshot() if child is not None else ():
-        if state.live.update_counter.awaiting_first_calls and not state.live.trained:
-            state.live.update_counter.note_built(child)
-    replaced = dict(children_of(parent).items()).get(name)
+    """Compare a model again if a hooked module is replaced."""
+    replaced = None if torch.compiler.is_compiling() else dict(children_of(parent).items()).get(name)
     hooks = () if replaced is None or replaced is child else hooks_of(replaced)
     for state in {hook.state for _, hook in hooks}:
         if (counter := state.live.update_counter) is not None and not counter.copied:

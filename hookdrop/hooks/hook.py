@@ -25,7 +25,7 @@ from hookdrop.hooks.checkpointing import (
 )
 from hookdrop.hooks.penalties import LossTerms, collect, collect_in_graph
 from hookdrop.hooks.registry import CompanionHook, PlacedHook
-from hookdrop.hooks.state import InjectionState, all_states
+from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import REGULARIZERS, Penalty
 from hookdrop.regularizers.base import P, Rate, Regularizer, at_rate, rate_of
 from hookdrop.regularizers.samples import SampleRows
@@ -100,7 +100,6 @@ class SiteHook(PlacedHook):
         self.listeners: tuple[Listener, ...] = tuple(first_listeners)
         self.state.live.members.add(self)
         self.state.live.known_sites.add(self.site)
-        all_states.add(self.state)
         if self.penalizes:
             self.state.live.loss_terms = self.state.live.loss_terms or LossTerms()
         value = None if self.target is None else self.target * self.state.multiplier * self.p_scale

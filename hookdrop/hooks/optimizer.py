@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -11,10 +10,8 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from hookdrop.hooks.compiling import GraphBreak
-from hookdrop.utils.torch_internals import was_loaded
 
 # The attributes in which wrappers hold the inner optimizer: Accelerate, Lightning, timm's Lookahead, PostLocalSGD,
 # fastai's OptimWrapper, Opacus.
@@ -31,7 +28,7 @@ class Follower:
         self._advance = advance
         self._on_first_step: Callable[[int, bool], None] | None = on_first_step
         """Called before the first step is counted, with the step count in the optimizer's state, and with whether it
-        had a state before that step: momentum or, for SGD without it, that of a learning-rate scheduler."""
+        had a state before that step, such as momentum."""
         self._had_state = False
         self._handle = optimizer.register_step_post_hook(self._after_step)
         self._first_handle = optimizer.register_step_pre_hook(self._before_first_step)
@@ -51,9 +48,7 @@ class Follower:
 
     def _before_first_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._had_state = any(optimizer.state.values()) or (
-                was_loaded(optimizer) and _has_moved_scheduler(optimizer)
-            )
+            self._had_state = any(optimizer.state.values())
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Inside a compiled optimizer step, counting would trigger recompilation at every step.
@@ -75,12 +70,6 @@ def _count(follower: Follower, optimizer: Optimizer) -> None:
         steps = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
         first(int(next(steps, 0)), follower._had_state)
     follower._advance()
-
-
-def _has_moved_scheduler(optimizer: Optimizer) -> bool:
-    """Whether a learning-rate scheduler of the optimizer, which does not know it, has taken a step."""
-    owners = [vars(owner) if isinstance(owner, LRScheduler) else owner for owner in gc.get_referrers(optimizer)]
-    return any(isinstance(o, dict) and o.get("optimizer") is optimizer and o.get("last_epoch", 0) > 0 for o in owners)
 
 
 def is_inside_step(optimizer: Optimizer) -> bool:

@@ -71,9 +71,6 @@ class States(weakref.WeakValueDictionary[int, "InjectionState"]):
         return [state for reference in self.valuerefs() if (state := reference()) is not None]
 
 
-all_states = States()  # the states of all live hooks
-
-
 @dataclass(eq=False)
 class InjectionState:
     """Name, sites, schedule, step count and switches, which are copied and pickled with the hooks."""
@@ -101,11 +98,6 @@ class InjectionState:
     def followed(self) -> bool:
         """Whether steps are counted by an optimizer that still exists."""
         return self.live.follower is not None and self.live.follower.optimizer is not None
-
-    @property
-    def has_copy(self) -> bool:
-        """Whether a copied or unpickled model has the same injection."""
-        return any(other.key == self.key and other is not self for other in all_states.snapshot())
 
     def unfollow(self) -> None:
         """Stop counting the steps of an optimizer."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections import Counter
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from hookdrop.hooks.state import InjectionState, all_states
-from hookdrop.utils.torch_internals import children_of, parameters_of, version_of
+from hookdrop.hooks.state import InjectionState
+from hookdrop.utils.torch_internals import parameters_of, version_of
 
 UPDATES_BEFORE_WARNING = 20
 """Weight updates before a warning is raised. Gradient accumulation, recurrent calls and validation do not update."""
@@ -30,10 +28,7 @@ class UpdateCounter:
         self.awaiting_first_calls = not copied  # whether some site may not have run yet and no warning was raised
         self.compared = copied  # whether the model was compared with its injection since a hooked module was replaced
         self.updates = self.updates_since_step = 0
-        self.thread = threading.get_ident()
         self.sampler: str | None = None  # the site whose calls notice updates by optimizers of other libraries
-        self.built_later: set[int] = set()  # the ids of the weights of modules that were built before the training
-        self.steps_of_others = 0  # how many steps updated such weights, of mostly the same shapes
         self._moves = 0
         self._owner: tuple[weakref.ref[nn.Module], str] | None = None
         """The module and name of the weight. A weak reference to the parameter itself would prevent swapping it."""
@@ -60,24 +55,6 @@ class UpdateCounter:
         weight = self._weight()
         return any(weight is parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    def note_built(self, module: nn.Module) -> None:
-        stack: list[nn.Module | None] = [module]  # `parameters` may be overridden
-        while stack:
-            if (part := stack.pop()) is not None:
-                self.built_later.update(map(id, parameters_of(part).values()))
-                stack.extend(children_of(part).values())
-
-    def notice_other(self, state: InjectionState, optimizer: Optimizer) -> bool:
-        """Count a step that updates a model built after this one without hooks, if most shapes are equal."""
-        model, weights = self.model(), [weight for group in optimizer.param_groups for weight in group["params"]]
-        theirs = Counter(weight.shape for weight in weights if id(weight) in self.built_later)
-        if model is None or not theirs:
-            return False
-        own = Counter(p.shape for p in model.parameters() if not isinstance(p, UninitializedParameter))
-        found = 2 * (own & theirs).total() > own.total() and not (state.has_copy or trains_hooked_model(optimizer))
-        self.steps_of_others += found
-        return found
-
     def was_updated(self) -> bool:
         """Whether the weights were updated often enough for a warning, also if no update was noticed."""
         weight = self._weight()
@@ -96,8 +73,3 @@ class UpdateCounter:
             self._moves, self.updates_since_step = live.moves, 0
         else:
             self.updates_since_step += changed
-
-
-def trains_hooked_model(optimizer: Optimizer) -> bool:
-    counters = [state.live.update_counter for state in all_states.snapshot()]
-    return any(counter is not None and counter.is_trained_by(optimizer) for counter in counters)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdrop.guards import progress
-from hookdrop.guards.messages import message, warn_each
+from hookdrop.guards.messages import warn_each
 from hookdrop.guards.problems import STEPS_BEFORE_WARNING, find_problems
 from hookdrop.hooks import compiling
 from hookdrop.hooks.hook import SiteHook
@@ -137,7 +137,7 @@ class Injection:
             raise InjectionError(
                 f"the model that {self.name!r} was injected into was deleted.\n"
                 "  a handle does not keep its model alive: keep a reference to it. For a copied model: find(copy).\n"
-                "  if your trainer built a new model, inject into that one in a trainer callback."
+                "  if your trainer built a new model (ultralytics, FX quantization), inject into it in a callback."
             )
         return model
 
@@ -515,7 +515,7 @@ class Injection:
         try:
             model = self._require_model()
         except InjectionError as gone:
-            return [message("discarded", state) for state in self._states if not state.live.trained] or [str(gone)]
+            return [str(gone)]
         return [text for state in self._states for text in self._problems(state, model, requested=True).values()]
 
     def _problems(self, state: InjectionState, model: nn.Module, requested: bool = False) -> dict[str, str]:

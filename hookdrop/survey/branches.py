@@ -9,13 +9,12 @@ term has an end.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hookdrop.survey.ops import AFFINE, CATS, CROPS, ENLARGING, FUSED_ATTENTION, MIXTURES, PARTS, PRODUCTS, SIZE_KEEPING
+from hookdrop.survey.ops import AFFINE, CATS, CROPS, ENLARGING, FUSED_ATTENTION, PARTS, PRODUCTS, SIZE_KEEPING
 from hookdrop.survey.regions import Regions
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
@@ -60,11 +59,11 @@ class Residual:
         return self.op.outputs[-1]
 
 
-def find_residuals(trace: Trace) -> tuple[list[Residual], list[Residual]]:
-    """Return all residual additions of a trace, in the order of execution, and what mixes a skip with a branch."""
+def find_residuals(trace: Trace) -> list[Residual]:
+    """Return all residual additions of a trace, in the order of execution."""
     search = _Search(trace)
     search.run()
-    return list(search.found.values()), search.mixtures
+    return list(search.found.values())
 
 
 def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...]:
@@ -83,9 +82,7 @@ def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...
     return tuple(found.values())
 
 
-def find_gaps(
-    trace: Trace, everything: list[Residual], mixtures: list[Residual]
-) -> tuple[Mapping[str, str], tuple[Call, ...]]:
+def find_gaps(trace: Trace, everything: list[Residual]) -> tuple[Mapping[str, str], tuple[Call, ...]]:
     """Return what no end of a branch can drop.
 
     These are the layers with a branch that does not end with a module, each with the reason, and the calls that
@@ -97,12 +94,10 @@ def find_gaps(
     usable = _usable_ends(trace, everything)
     shared = [one for one in kept if usable.isdisjoint(call.name for calls in one.ends for call in calls)]
     reasons: dict[str, str] = {}
-    for one in [*(one for one in everything if not one.ends), *shared, *mixtures]:
+    for one in [*(one for one in everything if not one.ends), *shared]:
         if one.output not in inside and sums.isdisjoint(one.before - {one.root}):
-            how = f"combines its skip and its branch by {one.op.name}(), not as skip + branch"
             end = "ends with a tensor that has other uses" if one.has_shared_end else "does not end with a module"
-            why = f"it {how}" if one in mixtures else f"a residual branch there {end}"
-            reasons.setdefault(_home_name(one), f"{why}.\n  {_ENDLESS}")
+            reasons.setdefault(_home_name(one), f"a residual branch there {end}.\n  {_ENDLESS}")
             inside |= one.before - {one.root}
     homes = {*map(_home_name, kept)}
     nested = [one for one in everything if one.ends and one.output in inside and not one.is_projection]
@@ -131,7 +126,6 @@ class _Search:
             if nodes:  # the first is the one that a hook on the module sees
                 self.outputs.setdefault(nodes[0], []).append(call)
         self.found: dict[Node, Residual] = {}
-        self.mixtures: list[Residual] = []
         self.now = 0
 
     def run(self) -> None:
@@ -141,8 +135,6 @@ class _Search:
             if residual is not None:
                 self._add(residual)
                 continue
-            if (mixture := self._mixture(op)) is not None:
-                self.mixtures.append(mixture)
             for node in op.outputs:
                 self.roots[node] = [node, *self._inherited_roots(op, node)]
 
@@ -270,10 +262,15 @@ class _Search:
         residual.root, residual.is_projection = root, True
         residual.before = self._between(root, branch, residual.inside)[0]
         is_region = root in residual.before and all(use.name in CROPS for use in self._leaks(residual))
-        enlarged = [node for node in residual.before - {root} if node.op and node.op.name in ENLARGING]
-        # All of the branch of a level of a pyramid is enlarged.
-        is_level = any(branch not in self.trace.reached([root], gate=node) for node in enlarged)
-        return is_region and (known is not None or _is_projection(path, residual, is_level))
+        return is_region and (
+            known is not None or (_is_projection(path, residual) and not self._is_level(path, residual))
+        )
+
+    def _is_level(self, skip: set[Node], residual: Residual) -> bool:
+        """Whether this is the sum of a feature pyramid, in which all of the branch is enlarged, and the skip is not."""
+        enlarged = [node for node in residual.before - {residual.root} if node.op and node.op.name in ENLARGING]
+        is_enlarged = any(residual.branch not in self.trace.reached([residual.root], gate=node) for node in enlarged)
+        return is_enlarged and not any(node.op and node.op.name in ENLARGING for node in skip)
 
     def _leaks(self, residual: Residual) -> Iterator[Op]:
         """Yield the operations outside a branch that read what lies between its root and its end."""
@@ -288,18 +285,6 @@ class _Search:
         # A skip that contains a sum belongs to a second stream.
         is_projected = len(entries) == 1 and self.found.keys().isdisjoint(inside)
         return (entries.pop(), inside) if is_projected else (None, set())
-
-    def _mixture(self, op: Op) -> Residual | None:
-        """Return a combination of a tensor and of what layers compute from it that is no plain addition."""
-        gated = [node.op for node in op.inputs if op.name == "add" and node.op is not None and node.op.name == "mul"]
-        terms = [node for one in gated or [op] for node in one.inputs if node.fits and node.is_data]
-        if op.name in MIXTURES and len(op.outputs) == 1:
-            for skip, branch in itertools.permutations(dict.fromkeys(terms), 2):
-                if skip.size == branch.size and len(self.regions.uses(branch)) == 1:
-                    root, before, _ = self._reach(skip, branch)
-                    if root in before and self._computes(root, branch, before):
-                        return Residual(op, skip, branch, root, before=before)
-        return None
 
     def _is_joined(self, residual: Residual, node: Node) -> bool:
         """Whether the rest of a tensor, of which a part is added, is concatenated with the sum, as in a ReXNet."""
@@ -353,7 +338,7 @@ def has_weights(op: Op) -> bool:
     return op.name == "opaque" or any(node.has_weights and not node.is_data for node in op.inputs)
 
 
-def _is_projection(skip: set[Node], residual: Residual, is_level: bool) -> bool:
+def _is_projection(skip: set[Node], residual: Residual) -> bool:
     """Whether what computes a skip is a projection, given the branch."""
     layers, names = _length(residual.skip, skip, norms=False), {node.op.name for node in skip if node.op}
     return (
@@ -361,7 +346,6 @@ def _is_projection(skip: set[Node], residual: Residual, is_level: bool) -> bool:
         and layers < 2  # not two branches without a skip, such as routed and shared experts
         and not names <= PARTS  # a part of a tensor, as in Res2Net
         and not all(is_affine(node.op) for node in residual.before - {residual.root} if node.op)  # LoRA
-        and not (is_level and names.isdisjoint(ENLARGING))
     )
 
 

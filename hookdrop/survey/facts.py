@@ -172,7 +172,7 @@ class Survey:
     @cached_property
     def gaps(self) -> tuple[Mapping[str, str], tuple[Call, ...]]:
         """The layers with a branch that no hook can drop, each with the reason, and the attention in no branch."""
-        return find_gaps(self.trace, *self._sums)
+        return find_gaps(self.trace, self.residuals)
 
     @cached_property
     def skippable(self) -> Mapping[str, str]:
@@ -184,13 +184,9 @@ class Survey:
         return find_streams(self.layers.get(name, []))
 
     @cached_property
-    def _sums(self) -> tuple[list[Residual], list[Residual]]:
-        return find_residuals(self.trace)
-
-    @property
     def residuals(self) -> list[Residual]:
         """The residual additions, in the order of execution."""
-        return self._sums[0]
+        return find_residuals(self.trace)
 
     @cached_property
     def drop_rates(self) -> DropRates:

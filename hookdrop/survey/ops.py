@@ -36,7 +36,5 @@ PRODUCTS = _names("matmul mm bmm baddbmm addmm einsum linear")
 """Products of matrices."""
 AFFINE = _names("linear conv1d conv2d conv3d matmul addmm add")
 """Linear in one tensor, with weights."""
-MIXTURES = _names("add sub rsub lerp addcmul addcdiv stack")
-"""What may combine a skip with a branch."""
 CATS = _names("cat concat concatenate")
 RECURRENT = _names("lstm gru rnn_tanh rnn_relu")

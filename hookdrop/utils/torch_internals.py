@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 from torch.overrides import handle_torch_function, has_torch_function
 
 _C: Any = torch._C
@@ -51,12 +50,6 @@ global_forward_hooks: tuple[dict[int, Any], ...] = (
     _module._global_forward_hooks,
 )
 """The hooks that run at every call of any module."""
-
-
-def was_loaded(optimizer: Optimizer) -> bool:
-    """Whether `load_state_dict` was called: it puts the parameters of a group behind its settings."""
-    groups = [list(group) for group in optimizer.param_groups]
-    return all({*optimizer.defaults} & {*keys} <= {*keys[: keys.index("params")]} for keys in groups)
 
 
 # --- tensors

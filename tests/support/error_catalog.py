@@ -416,12 +416,6 @@ train(model)
 train(model := ResNet(), 10, optimizer := torch.optim.Adam(model.parameters()))
 inject(model, Dropout(p=0.1), layers="fc", schedule=LinearSchedule(steps=100)).follow(optimizer)
 train(model, 1, optimizer)
-# the hooked model is discarded and another one trained
-_drop = inject(mlp(), Dropout(p=0.1), layers="0")
-train(mlp(), 1)
-# a model is built and trained while the hooked one waits
-inject(_model := mlp(), Dropout(p=0.1), layers="0")
-train(mlp(), 20)
 # a hooked module is replaced
 model, drop = injected()
 model.layer2[0].bn1 = nn.BatchNorm2d(8)

@@ -330,62 +330,9 @@ def layers(classes: int = 4) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, classes))
 
 
-class TestDiscardedModels:
-    """A trainer builds its own model (ultralytics, FX quantization), and the hooked model is deleted."""
-
-    def test_training_another_model_warns_once(self) -> None:
-        drop = inject(layers(), Dropout(0.5), layers="1")
-        with pytest.warns(HookdropWarning, match="your trainer builds a new model") as caught:
-            optimize(layers(), 9)
-        assert drop.check() == [str(warning.message) for warning in caught]
-
-    def test_a_trained_model_may_be_deleted_and_a_copy_may_take_its_place(self) -> None:
-        drops = [inject(model := layers(), Dropout(0.5), layers="1")]
-        optimize(model, 9)
-        drops.append(inject(model := layers(), Dropout(0.5), layers="1"))
-        model = copy.deepcopy(model)
-        optimize(model, 9)
-        assert all("was deleted" in drop.check()[0] for drop in drops)
-        assert len(find(model)) == 1
-
-    def test_no_warning_without_a_handle_or_if_the_new_model_has_hooks(self) -> None:
-        inject(layers(), Dropout(0.5), layers="1")
-        optimize(layers(), 9)
-        held = inject(layers(), Dropout(0.5), layers="1")
-        inject(model := layers(), Dropout(0.5), layers="1")
-        optimize(model, 9)
-        assert held.check()
-
-
-class TestRebuiltModels:
-    """Like ultralytics: the checkpoint holds the hooked model, and the trainer builds one with another head."""
-
-    def test_training_a_model_built_later_warns_once(self) -> None:
-        model = layers()
-        drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(10))
-        rebuilt = layers(classes=2)
-        rebuilt.load_state_dict({key: x for key, x in model.state_dict().items() if "4" not in key}, strict=False)
-        optimize(rebuilt, 19)
-        (problem,) = drop.check()
-        assert "trains another model with such layers" in problem
-        with pytest.warns(HookdropWarning, match="your trainer builds a new model") as caught:
-            optimize(rebuilt, 30)
-        assert [str(warning.message) for warning in caught] == [problem]
-        optimize(model, 1)
-        assert not [text for text in drop.check() if "another model" in text]
-
-    @pytest.mark.parametrize("other", ["built before", "hooked", "a copy", "another size", "an average"])
-    def test_other_trainings_do_not_warn(self, other: str) -> None:
-        baseline, model = layers(), layers()
-        drop = inject(model, Dropout(0.5), layers="1")
-        trained = {"built before": baseline, "a copy": copy.deepcopy(model)}.get(other) or layers()
-        if other == "hooked":
-            inject(trained, Dropout(0.5), layers="1")
-        if other == "another size":
-            trained = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1))
-        for _ in range(10):
-            optimize(trained, 4)
-            if other == "an average":
-                with torch.no_grad():
-                    model[0].weight.lerp_(trained[0].weight, 0.1)
-        assert not [text for text in drop.check() if "another model" in text]
+def test_check_names_a_model_that_was_deleted() -> None:
+    """A trainer builds its own model (ultralytics, FX quantization)."""
+    drop = inject(layers(), Dropout(0.5), layers="1")
+    optimize(layers(), 9)
+    gc.collect()
+    assert "if your trainer built a new model" in drop.check()[0]

@@ -1,7 +1,6 @@
 """`follow` counts each optimizer step exactly once."""
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
@@ -161,19 +160,6 @@ class TestResume:
         optimize(model, 1, optimizer, X)
         assert drop.step_count == 2
         assert not optimizer._optimizer_step_pre_hooks
-
-    @pytest.mark.parametrize("steps", [0, 5])
-    def test_resumed_scheduler_of_sgd_without_momentum_warns(self, steps: int) -> None:
-        """A reload of a new optimizer, as by Accelerate, does not."""
-        model, drop, optimizer = scheduled()
-        drop.follow(optimizer)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-        optimizer.load_state_dict(optimizer.state_dict())
-        scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": steps})
-        with pytest.warns(HookdropWarning, match="has already taken steps") if steps else nullcontext():
-            optimize(model, 1, optimizer, X)
-        scheduler.step()
-        optimize(model, 1, optimizer, X)
 
 
 class OtherOptimizer:

@@ -366,10 +366,7 @@ def test_maps_of_a_one_dimensional_cnn_are_no_tokens() -> None:
 WITHOUT_ENDS: dict[str, Form] = {
     "function": lambda m, x: x + F.relu(m.g(x)),
     "product": lambda m, x: x + torch.mul(m.g(x), m.f(x)),
-    "lerp": lambda m, x: torch.lerp(x, m.g(x), 0.3),
-    "addcmul": lambda m, x: torch.addcmul(x, m.g(x), m.f(x)),
     "highway": lambda m, x: x * (1 - m.f(x).sigmoid()) + m.g(x) * m.f(x).sigmoid(),
-    "stack": lambda m, x: torch.stack([x, m.g(x)]).sum(0),
 }
 
 

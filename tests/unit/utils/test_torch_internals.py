@@ -287,16 +287,6 @@ def test_default_store() -> None:
         dist.destroy_process_group()
 
 
-def test_was_loaded() -> None:
-    """A resumed SGD has no other trace: its schedule would start over without a warning."""
-    group = {"lr": 0.1, "params": [nn.Parameter(torch.ones(1))]}
-    optimizer = torch.optim.SGD([group, {"params": [nn.Parameter(torch.ones(1))]}], 0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert not internals.was_loaded(optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert internals.was_loaded(optimizer)
-
-
 class Seeing(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
