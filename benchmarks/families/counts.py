@@ -35,7 +35,8 @@ def differences(recipe: str, model: nn.Module, planned: Sequence[tuple[Run, hook
         found.append(f"the sites have {sorted(map(str, strange))} heads, the config has {sorted(counted)}")
     counts = _numbers(model.config, _LAYERS)
     for stack, layers in _innermost(model, stacks(model)) if recipe in _IN_EACH_LAYER else ():
-        if len(layers) in counts:
+        # A list that is in no plan is in a part that the recipe refused.
+        if len(layers) in counts and any(stack.startswith(prefix) for prefix, _ in full):
             found += _misplaced(recipe, stack, layers, sites, names)
     return found
 
@@ -44,7 +45,7 @@ def _misplaced(recipe: str, stack: str, layers: Layers, sites: Collection[str], 
     """Yield a text if a site contains this list of layers, and one if layers have no site."""
     of_heads = recipe in ("head_dropout", "drop_key")
     around = [site for site in sites if equal.is_in(stack, site) and not of_heads]
-    if around:
+    if around and not all(equal.is_named(name, names) for name, _ in layers):
         yield f"the site {around[0]!r} contains all {len(layers)} layers of {stack}"
     expected = [name for name, layer in layers if not of_heads or _has_heads(layer)]
     if recipe == "layer_drop":

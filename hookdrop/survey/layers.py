@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.survey.branches import Branch, Residual, added, has_weights, is_linear
-from hookdrop.survey.ops import COPIES
+from hookdrop.survey.ops import COPIES, SOFTMAX
 from hookdrop.survey.replay import replay
 from hookdrop.survey.trace import Call, Node, Op, Trace, nodes_in
 from hookdrop.utils.errors import ShapeError
@@ -199,9 +199,10 @@ def find_streams(calls: Iterable[Call]) -> list[list[str]]:
     for call in calls:
         for index, output in enumerate(dict.fromkeys(node for node in call.outputs if node.fits)):
             terms = _terms(output, call)
-            names = [name for name, value in call.arguments.items() if not terms.isdisjoint(nodes_in(value))]
+            given = [(node, name) for name, value in call.arguments.items() for node in nodes_in(value)]
+            names = {node: name for node, name in reversed(given) if node in terms and node.size == output.size}
             if any(node.is_data and node.has_weights for node in terms.difference(call.inputs)):
-                found.setdefault(index, {}).update(dict.fromkeys(names))
+                found.setdefault(index, {}).update(dict.fromkeys(reversed(names.values())))
     return [[*names] for names in found.values() if names]
 
 
@@ -213,7 +214,9 @@ def _terms(output: Node, call: Call) -> set[Node]:
         op, before = node.op, list[Node]()
         if op is not None and node.index > call.start and node not in call.inputs:
             same = [one for one in op.inputs if one.fits and one.is_data == node.is_data and one.size == node.size]
-            is_simple = is_linear(op) or "norm" in op.name or (len(op.inputs) == 1 and not has_weights(op))
+            # Not what attention adds to its scores, such as a mask.
+            is_function = len(op.inputs) == 1 and not has_weights(op) and op.name not in SOFTMAX
+            is_simple = is_linear(op) or "norm" in op.name or is_function
             before = [*(added(op) or (same if is_simple and len(same) == 1 else ()))]
         terms.update([] if before else [node])
         waiting += [one for one in before if one not in seen]

@@ -293,6 +293,24 @@ class TestInputOfASkippedLayer:
         with pytest.raises(LayerError, match="2 residual streams"):
             inject(model, LayerDrop(0.5), layers="layer", example_input=X)
 
+    @pytest.mark.parametrize("mask", [torch.zeros(1, 3, 3), torch.zeros(2, 3, 3)], ids=["broadcast", "full"])
+    def test_is_no_mask_that_is_added_to_attention_weights(self, mask: torch.Tensor) -> None:
+        def attend(m: Any, mask: torch.Tensor, x: torch.Tensor) -> Any:
+            weights = (m.f(x) @ x.mT + mask).softmax(-1)  # BLOOM returns them too
+            return x + m.g(weights @ x), weights
+
+        model = toy(lambda m, mask, x: [x := layer(mask, x)[0] for layer in m.layers][-1], layers=stack(attend).layers)
+        x = torch.randn(2, 3, 4)
+        inject(model, LayerDrop(0.999999), layers="layers.*", example_input=(mask, x))
+        assert torch.equal(model(mask, x), x)
+
+    def test_may_be_given_as_several_arguments(self) -> None:
+        """As in Funnel, whose first layer gets its input as query, key and value."""
+        model = stack(lambda m, query, key: query + m.f(key) + m.g(query))
+        once = toy(lambda m, x: m.layer(x, x), layer=model.layers[0])
+        inject(once, LayerDrop(0.999999), layers="layer", example_input=X)
+        assert torch.equal(once(X), X)
+
     def test_two_added_arguments_are_ambiguous(self) -> None:
         model = stack(lambda m, positions, x: positions + x + m.f(x))
         with pytest.raises(LayerError, match="argument='positions'.*arguments: positions, x"):
