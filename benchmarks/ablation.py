@@ -10,7 +10,7 @@ sweep.py says how to resume a run. It writes ablation.json and ablation.md.
 import copy
 import packages  # noqa: F401
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pkgutil import resolve_name
 from typing import Any
@@ -33,7 +33,8 @@ RULES: dict[str, Callable[..., Any]] = {
     f"{BRANCHES}._Search._first_of_two": lambda *_: None,
     f"{BRANCHES}._Search._computes": lambda *_: True,
     f"{BRANCHES}._is_projection": lambda *_: True,
-    f"{BRANCHES}._Search._is_level": lambda *_: False,
+    f"{BRANCHES}._Search._is_joined": lambda *_: False,
+    f"{BRANCHES}._Search._leaks": lambda *_: iter(()),
     f"{BRANCHES}._without_long_skips": lambda residuals: residuals,
     f"{BRANCHES}._usable_ends": lambda trace, _: {*trace.calls_of} - {""},
     f"{BRANCHES}._home_name": lambda residual: residual.op.call.name if residual.op.call else "",
@@ -53,7 +54,7 @@ RULES: dict[str, Callable[..., Any]] = {
     f"{CONVS}._backbones": lambda *_: (),
     f"{CONVS}._is_pointwise": lambda _: False,
     f"{HEADS}._are_weights": lambda *_: True,
-    f"{HEADS}._has_weight": lambda _: False,
+    f"{HEADS}._has_constant": lambda _: False,
     f"{HEADS}._weighs_positions": lambda *_: True,
     "hookdrop.recipes.branches._apart": lambda *_: [],
 }
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return sweep.main(options, about, names, check_model)
 
 
-def check_model(name: str, options: object = None) -> dict[str, Any]:
+def check_model(name: str, options: object = None, rules: Collection[str] = tuple(RULES)) -> dict[str, Any]:
     """Return the record of a model: the rules without which recipes choose differently, with these recipes."""
     library, _, bare = name.partition(":")
     changed: dict[str, list[str]] = {}
@@ -89,7 +90,7 @@ def check_model(name: str, options: object = None) -> dict[str, Any]:
         known = survey(model, example)
         _ = known.drop_rates  # which no rule changes; copies keep it
         base = choices(copy.copy(known))
-        for rule in RULES:
+        for rule in rules:
             with without(rule):
                 found = choices(copy.copy(known))
             changed.setdefault(rule, []).extend(recipe for recipe in base if found[recipe] != base[recipe])

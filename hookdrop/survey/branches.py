@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hookdrop.survey.ops import AFFINE, CATS, CROPS, ENLARGING, FUSED_ATTENTION, PARTS, PRODUCTS, SIZE_KEEPING
+from hookdrop.survey.ops import AFFINE, CATS, CROPS, FUSED_ATTENTION, PARTS, PRODUCTS, SIZE_KEEPING
 from hookdrop.survey.regions import Regions
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
@@ -262,15 +262,7 @@ class _Search:
         residual.root, residual.is_projection = root, True
         residual.before = self._between(root, branch, residual.inside)[0]
         is_region = root in residual.before and all(use.name in CROPS for use in self._leaks(residual))
-        return is_region and (
-            known is not None or (_is_projection(path, residual) and not self._is_level(path, residual))
-        )
-
-    def _is_level(self, skip: set[Node], residual: Residual) -> bool:
-        """Whether this is the sum of a feature pyramid, in which all of the branch is enlarged, and the skip is not."""
-        enlarged = [node for node in residual.before - {residual.root} if node.op and node.op.name in ENLARGING]
-        is_enlarged = any(residual.branch not in self.trace.reached([residual.root], gate=node) for node in enlarged)
-        return is_enlarged and not any(node.op and node.op.name in ENLARGING for node in skip)
+        return is_region and (known is not None or _is_projection(path, residual))
 
     def _leaks(self, residual: Residual) -> Iterator[Op]:
         """Yield the operations outside a branch that read what lies between its root and its end."""

@@ -88,7 +88,7 @@ def _cores(trace: Trace) -> Iterator[tuple[Op, list[tuple[Node, Op]]]]:
             yield op, []
         elif op.name in SOFTMAX:
             weights.update(dict.fromkeys(op.outputs, op))
-        elif known and op.name in PRODUCTS and not _has_weight(op):
+        elif known and op.name in PRODUCTS and not _has_constant(op):
             yield op, known
         elif op.name == "sum" and known and (product := op.inputs[0].op) and product.name == "mul":
             factors = [(node, weights[node]) for node in product.inputs if node in weights]
@@ -147,7 +147,7 @@ def _are_weights(trace: Trace, node: Node, softmax: Op) -> bool:
     return is_last and (is_alone or node.size == weights.size or node.shape[:-1] == weights.shape[:-1])
 
 
-def _has_weight(op: Op) -> bool:
+def _has_constant(op: Op) -> bool:
     return any(not node.is_data for node in op.inputs)
 
 
@@ -184,7 +184,7 @@ def _sources(ends: Sequence[Node], ops: set[Op], mixing: set[Op]) -> list[Node]:
             starts.update({node: None} if node.is_data else {})
         elif op not in ops:
             ops.add(op)
-            if op.name in PRODUCTS | CONVS and _has_weight(op) and op.argument(6, "groups", 1) == 1:
+            if op.name in PRODUCTS | CONVS and _has_constant(op) and op.argument(6, "groups", 1) == 1:
                 starts.update(dict.fromkeys(data))
             else:  # of tensors that are added or multiplied, the last is enough
                 equal = [] if op.name in {*PRODUCTS, FUSED_ATTENTION} else [x for x in data if x.shape == node.shape]
@@ -200,9 +200,9 @@ def _follow(trace: Trace, core: Op) -> tuple[Call, Node] | str | None:
             continue
         if op.name in SOFTMAX or op.name == FUSED_ATTENTION:
             return None
-        if op.name.startswith("conv") and _has_weight(op):
+        if op.name.startswith("conv") and _has_constant(op):
             return "its projection is a convolution, whose features are not on the last axis"
-        if op.name in PRODUCTS and _has_weight(op):
+        if op.name in PRODUCTS and _has_constant(op):
             return _entered(trace, op, core, reached) or "it computes its projection without calling a layer"
         reached.update(op.outputs)
     return None

@@ -16,6 +16,7 @@ from hookdrop.survey import convs
 from models.check import NotRunnable
 from sweep import Sweep
 from tests.support.programs import ROOT
+from tests.unit.survey import test_branches
 
 ABOUT = Sweep("cases", "All cases", "python cases.py")
 NAMES = ("passes", "fails", "crashes", "hangs", "has no input")
@@ -105,6 +106,38 @@ class TestReport:
         assert all(record["error"] and record["status"] in sweep.STATUSES for record in without)
 
 
+OWNERS = {
+    "branches._Search._projection": "timm:test_resnet",
+    "branches._Search._first_of_two": "transformers:reformer",
+    "branches._Search._computes": "timm:efficientvim_m1",
+    "branches._Search._is_joined": "timm:rexnet_100",
+    "branches._Search._leaks": "timm:nasnetalarge",
+    "branches._is_projection": "timm:resnetv2_18",
+    "branches._without_long_skips": "transformers:sam3_lite_text_text_model",
+    "branches._usable_ends": "transformers:pegasus_x",
+    "branches._home_name": "transformers:nystromformer",
+    "trace.Trace.repeated": "transformers:hubert",
+    "layers._around_parts": "transformers:patchtsmixer",
+    "layers._kind": "timm:efficientvit_b0",
+    "layers._keeps": "transformers:beam",
+    "convs._outermost": "timm:bat_resnext26ts",
+    "convs._skip_module": "timm:botnet26t_256",
+    "convs._branch": "torchvision:mnasnet0_5",
+    "convs._blocks_without_skip": "torchvision:mnasnet0_5",
+    "convs._dilation": "torchvision:lraspp_mobilenet_v3_large",
+    "convs._widens": "torchvision:fcn_resnet50",
+    "convs.ConvGraph._is_near": "timm:iformer_t",
+    "convs._after_pooling": "torchvision:deeplabv3_mobilenet_v3_large",
+    "convs._backbones": "torchvision:lraspp_mobilenet_v3_large",
+    "convs._is_pointwise": "transformers:parakeet_encoder",
+    "heads._are_weights": "transformers:openai_privacy_filter",
+    "heads._has_constant": "transformers:ijepa",
+    "heads._weighs_positions": "transformers:cpmant",
+    "recipes.branches._apart": "transformers:olmo_hybrid",
+}
+"""A model that needs each special rule of the survey. `is_affine` is for adapters: test_adapters_are_no_branches."""
+
+
 class TestAblation:
     @pytest.fixture
     def ablation(self) -> Any:
@@ -116,13 +149,26 @@ class TestAblation:
             assert convs._blocks_without_skip is ablation.RULES[rule]
         assert convs._blocks_without_skip is not ablation.RULES[rule]
 
+    def test_every_rule_has_a_model(self, ablation: Any) -> None:
+        rules = {rule.removeprefix("hookdrop.").removeprefix("survey.") for rule in ablation.RULES}
+        assert rules == {*OWNERS, "branches.is_affine"}
+
+    @pytest.mark.parametrize("rule", OWNERS)
+    def test_model_has_other_sites_without_the_rule(self, ablation: Any, rule: str) -> None:
+        (full,) = [name for name in ablation.RULES if name.endswith(f".{rule}")]
+        assert ablation.check_model(OWNERS[rule], rules=[full])["rules"]
+
+    def test_adapters_need_a_rule(self, ablation: Any) -> None:
+        with ablation.without("hookdrop.survey.branches.is_affine"), pytest.raises(AssertionError):
+            test_branches.test_adapters_are_no_branches()
+
     def test_report_names_the_families_that_change_without_each_rule(self, ablation: Any, tmp_path: Path) -> None:
         arguments = ["--all", "--workers", "0", "--out", str(tmp_path), "--only", "^timm:test_(resnet|vit)$"]
         assert ablation.main(arguments) == 0
         found = json.loads((tmp_path / "ablation.json").read_text())["rules"]
         assert list(found) == list(ablation.RULES)
         assert found["hookdrop.survey.branches._Search._projection"] == ["resnet"]
-        assert found["hookdrop.survey.heads._has_weight"] == ["vision_transformer"]
+        assert found["hookdrop.survey.heads._has_constant"] == ["vision_transformer"]
         page = (tmp_path / "ablation.md").read_text()
         assert "| hookdrop.survey.branches._Search._projection | 1 | resnet |" in page
 
