@@ -4,6 +4,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -168,6 +169,9 @@ class Check:
 
     def run(self) -> dict[str, Any]:
         """Return the measurements."""
+        if self.recipe is not None:  # most models of a sweep are refused, which needs no training
+            with suppress(hookdrop.InjectionError):
+                hookdrop.plan(self.model, self.recipe, example_input=self.example.eval)
         evaluate, train = (lambda given=given: self.model(*given) for given in (self.example.eval, self.example.train))
         behavior = Behavior(self.model, evaluate, train, self.example.seed)
         with warnings.catch_warnings(record=True) as caught:
