@@ -83,6 +83,10 @@ MESSAGES = {
         'with at="input", the next layer.'
     ),
     # --- use of the model
+    "untrained": (
+        "{it.name!r}: no site ran, and the {steps} steps of optimizers since inject trained other models.\n"
+        "  if your trainer builds a new model (ultralytics, FX quantization), inject into it in a callback."
+    ),
     "silent": (
         "{it.name!r}: {sites} never ran, so nothing is dropped there.\n"
         "  PyTorch calls neither a ModuleList that is only iterated over nor a module whose weights are used directly, "

@@ -21,7 +21,7 @@ from hookdrop.utils.tables import some
 from hookdrop.utils.torch_internals import full_backward_hooks_of, parameters_of
 
 CHANGES = ("lost", "copied", "moved", "full_backward_hook")
-USE = ("silent", "always_in_eval", "equal_masks", "rows")
+USE = ("untrained", "silent", "always_in_eval", "equal_masks", "rows")
 STEPS_BEFORE_WARNING = 10  # schedule steps after which every site should have run
 
 
@@ -100,6 +100,13 @@ class Comparison:
         """A module with weights, hooked at its output, has full backward hooks: PyTorch attaches them after ours."""
         outputs = [(module, hook.site) for module, hook in self.placed if hook.at == "output"]
         return [site for module, site in outputs if full_backward_hooks_of(module) and any(parameters_of(module))]
+
+    @property
+    def untrained(self) -> dict[str, int]:
+        """A check that was requested, after steps of optimizers that train other models, before any site ran."""
+        counter = self.state.live.update_counter
+        steps = 0 if counter is None or counter.updates else counter.steps_of_others
+        return {"steps": steps} if self.requested and steps and not any(hook.called for hook in self.hooks) else {}
 
     @cached_property
     def intact(self) -> list[SiteHook]:

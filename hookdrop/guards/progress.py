@@ -150,6 +150,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState, optimizer: Optimizer) -> None:
     unsettled = counter.awaiting_first_calls or not counter.compared
     trains = (counter.copied or unsettled) and counter.is_trained_by(optimizer)
+    counter.steps_of_others += not (trains or state.live.trained or counter.copied)
     if counter.copied and not trains:
         return None  # the weights of an averaged model change, but no optimizer trains them
     counter.notice_update(state, optimizer)

@@ -29,6 +29,7 @@ class UpdateCounter:
         self.compared = copied  # whether the model was compared with its injection since a hooked module was replaced
         self.updates = self.updates_since_step = 0
         self.sampler: str | None = None  # the site whose calls notice updates by optimizers of other libraries
+        self.steps_of_others = 0  # steps of optimizers that do not train the model, before it was trained
         self._moves = 0
         self._owner: tuple[weakref.ref[nn.Module], str] | None = None
         """The module and name of the weight. A weak reference to the parameter itself would prevent swapping it."""

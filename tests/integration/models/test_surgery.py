@@ -336,3 +336,14 @@ def test_check_names_a_model_that_was_deleted() -> None:
     optimize(layers(), 9)
     gc.collect()
     assert "if your trainer built a new model" in drop.check()[0]
+
+
+def test_check_names_a_model_that_is_not_the_trained_one() -> None:
+    """As in ultralytics, whose checkpoint holds the hooked model."""
+    model = layers()
+    drop = inject(model, Dropout(0.5), layers="1")
+    assert not drop.check()
+    optimize(layers(), 9)
+    assert "the 9 steps of optimizers since inject trained other models" in drop.check()[0]
+    optimize(model, 1)
+    assert not drop.check()
