@@ -17,7 +17,7 @@ from models import equal
 
 _LAYERS = r"(.*_)?(n_)?(layers?|depths?|blocks?)(_per_stage)?"
 _HEADS = r"(.*_)?(n_)?heads?(_per_stage)?"
-_WITHOUT_HEADS = re.compile("mixer|mamba|ssm|recurrent|rwkv|deltanet|retention|fourier|linear", re.IGNORECASE)
+_WITHOUT_HEADS = re.compile("mixer|mamba|ssm|recurrent|rwkv|delta|retention|fourier|linear|lightning", re.IGNORECASE)
 _IN_EACH_LAYER = ("layer_drop", "stochastic_depth", "residual_dropout", "head_dropout", "drop_key")
 
 
