@@ -149,8 +149,8 @@ class ScoreMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if self.frame is not None and self.checkpoint != running_checkpoint():
             raise InjectionError(
-                f"{self.where}: a checkpoint inside the layer computes the scores, and would recompute them without "
-                "the regularizer.\n  checkpoint the whole layer, or hook a layer inside the checkpoint."
+                f"{self.where}: a checkpoint inside the layer, or another autograd function, computes scores, and may "
+                "recompute them without the regularizer.\n  checkpoint the whole layer, or hook a layer inside it."
             )
         if function is _HIDING:  # counts as the one call inside it
             self.count -= 1

@@ -354,6 +354,8 @@ class _Chain:
             values = torch.ones(node.shape)
             if node.op is not None and not (node.is_data or node.dtype.is_floating_point):
                 values = replay([node.op], {}, self._constant)[node]
+            elif node.dtype is torch.bool:  # a mask, in which either may mean masked
+                values = torch.rand(node.shape) < 0.5
             elif node.dtype.is_floating_point:  # with small sums over features, so that no activation saturates
                 values = torch.rand(node.shape).add(1.0).div(max(1, torch.Size(node.shape[1:]).numel()))
             self.constants[node] = values.to(node.dtype)

@@ -74,6 +74,7 @@ KINDS: dict[str, tuple[Callable[..., Tensor], list[bool]]] = {
     "einsum": (lambda m, x: torch.einsum("nhij,nhjd->nihd", nn.Softmax(-1)(heads(m, x)[0] @ heads(m, x)[1].mT), heads(m, x)[2]), [True]),
     "mixed heads, with a bias": (lambda m, x: attend(*heads(m, x), m.mix), [True]),
     "normalized again after a mask": (lambda m, x: attend(*qkv(m, x), lambda w: (y := w * (x[..., 0] > 0).float()[:, None]) / y.sum(-1, keepdim=True)), [True]),
+    "masked after the softmax (CPM-Ant)": (lambda m, x: attend(*qkv(m, x), lambda w: w.masked_fill((x[..., 0] < 0)[:, None], 0.0)), [True]),
     "sink": (with_sink, [True]),
     "another axis, a vector": (lambda m, x: attend(*qkv(m, x)) * x.softmax(1) * x.softmax(0) * x[0, 0].softmax(-1), [True, *[False] * 3]),
     "features (Shen et al.)": (lambda m, x: qkv(m, x)[0].softmax(-1) @ (x.softmax(-2).mT @ x), [False, False]),
