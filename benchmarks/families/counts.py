@@ -33,12 +33,17 @@ def differences(recipe: str, model: nn.Module, planned: Sequence[tuple[Run, hook
     counted = _numbers(model.config, _HEADS)
     if strange := {drop.heads for drop in drops if isinstance(drop, hookdrop.HeadDropout)} - counted:
         found.append(f"the sites have {sorted(map(str, strange))} heads, the config has {sorted(counted)}")
-    counts = _numbers(model.config, _LAYERS)
+    counts, called = _numbers(model.config, _LAYERS), called_in(planned)
     for stack, layers in _innermost(model, stacks(model)) if recipe in _IN_EACH_LAYER else ():
-        # A list that is in no plan is in a part that the recipe refused.
-        if len(layers) in counts and any(stack.startswith(prefix) for prefix, _ in full):
+        # A list that no planned forward calls is in a part that the recipe refused.
+        if len(layers) in counts and called & {name for name, _ in layers}:
             found += _misplaced(recipe, stack, layers, sites, names)
     return found
+
+
+def called_in(planned: Sequence[tuple[Run, hookdrop.Plan]]) -> set[str]:
+    """Return the names of the layers that the forward of a plan calls."""
+    return {f"{run.name}.{name}".lstrip(".") for run, plan in planned if plan.survey for name in plan.survey.layers}
 
 
 def _misplaced(recipe: str, stack: str, layers: Layers, sites: Collection[str], names: Sequence[str]) -> Iterator[str]:

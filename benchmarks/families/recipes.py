@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 import hookdrop
-from families.counts import differences
+from families.counts import called_in, differences
 from families.depth import check_sites
 from families.layers import Run, float_tensors, stacks
 from families.own_dropout import check_own_dropout
@@ -89,7 +89,8 @@ def check_depth(model: nn.Module, planned: Planned) -> Record:
         for branch in facts.branches:
             if branch.end in sites:
                 blocks.setdefault(f"{prefix}{branch.layer}", []).append(f"{prefix}{branch.end}")
-    problems = check_sites(model, [run for run, _ in planned], blocks, rows, inner)
+    every = check_sites(model, [run for run, _ in planned], blocks, rows, inner)
+    problems = {name: every[name] for name in every.keys() & called_in(planned)}  # others are in refused parts
     silent = {
         name: problem
         for name, problem in problems.items()

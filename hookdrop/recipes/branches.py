@@ -15,6 +15,7 @@ from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers import Dropout, DropPath, LayerDrop
 from hookdrop.survey.branches import Branch, has_weights
 from hookdrop.survey.facts import Survey
+from hookdrop.survey.heads import attention_cores
 from hookdrop.survey.ops import CONVS, PRODUCTS
 from hookdrop.utils.errors import InjectionError, LayerError
 from hookdrop.utils.select import named_layers
@@ -195,7 +196,8 @@ class residual_dropout(Recipe):
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         branches = _of_tokens(survey, _require_branches(self, model, survey))
-        found = [one for one in branches if survey.calls(one.layer).resembles_input]
+        layers = {one.layer for one in branches if survey.calls(one.layer).resembles_input}
+        found = [one for one in survey.branches if one.layer in layers]  # also the packed tokens (N L, C) of experts
         if not found:  # the layers of some models are lists of branches
             lists = tuple(f"{name}." for names in survey.trace.lists.values() for name in names)
             found = [one for one in branches if one.layer == one.end and f"{one.end}.".startswith(lists)]
@@ -209,11 +211,18 @@ class residual_dropout(Recipe):
         return [RecipeSite(one.end, Dropout(self.p), group=one.layer) for one in found]
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
-        return _skipped_warnings(model, survey, {site.group for site in sites}, ())
+        groups, tokens = {site.group for site in sites}, {one.layer for one in _of_tokens(survey, survey.branches)}
+        others = dict.fromkeys(one.layer for one in survey.branches if one.layer not in groups)
+        reasons = {True: "it does not return its input plus branches", False: "it adds nothing to tokens (N, L, C)"}
+        return _skipped_warnings(model, survey, groups, [(reasons[name in tokens], name) for name in others])
 
 
 def _of_tokens(survey: Survey, branches: Iterable[Branch]) -> list[Branch]:
-    """Return the branches with tokens (N, L, C), and not maps (N, C, L): linear layers act on the last axis."""
+    """Return the branches with tokens (N, L, C), or (L, C) or (N, H, W, C) in layers with attention, and not maps.
+
+    Linear layers act on the last axis of tokens.
+    """
+    attends = {call.name for core in attention_cores(survey.trace) if core.call for call in core.call.around()}
     weighted = [op for op in survey.trace.ops if has_weights(op)]
     reads = [(op, {node.size: node.shape[-1] for node in op.inputs if node.is_data and node.fits}) for op in weighted]
     features = {(size, last) for op, read in reads if op.name in PRODUCTS for size, last in read.items()}
@@ -221,8 +230,8 @@ def _of_tokens(survey: Survey, branches: Iterable[Branch]) -> list[Branch]:
     for one in branches:
         size, call = math.prod(one.shape), survey.layers[one.layer][0]
         own = [op.name for op, read in reads if size in read and call.start < op.index < call.end]
-        has_features = any((size, last) in features for last in one.shape[1:])
-        if len(one.shape) == 3 and has_features and not (own and _OF_MAPS.issuperset(own)):
+        has_features = any((size, last) in features for last in one.shape[1 if len(one.shape) == 3 else -1 :])
+        if (len(one.shape) == 3 or one.layer in attends) and has_features and not (own and _OF_MAPS.issuperset(own)):
             found.append(one)
     return found
 

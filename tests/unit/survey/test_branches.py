@@ -361,6 +361,23 @@ def test_maps_of_a_one_dimensional_cnn_are_no_tokens() -> None:
     assert len(plan(model, stochastic_depth(), example_input=X).sites) == 2
     with pytest.raises(LayerError, match="found no transformer layer"):
         plan(model, residual_dropout(), example_input=X)
+    mixed = nn.Sequential(*parts, toy(lambda m, x: x + m.f(x), f=nn.Linear(C, C)))
+    [warning] = plan(mixed, residual_dropout(), example_input=X).warnings
+    assert "skipped 2 layers, '0', '1': it adds nothing to tokens (N, L, C)" in warning
+
+
+@pytest.mark.parametrize("shape", [(2, 6, C), (12, C), (2, 2, 3, C)], ids=["tokens", "packed", "Swin"])
+def test_tokens_of_layers_with_attention_may_have_any_shape(shape: tuple[int, ...]) -> None:
+    def attend(m: Any, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        return m.f((rows @ rows.mT).softmax(-1) @ rows).view(x.shape)
+
+    def layer() -> nn.Module:
+        parts = {"a": toy(attend, f=nn.Linear(C, C)), "g": nn.Linear(C, C)}
+        return toy(lambda m, x: (x := x + m.a(x)) + m.g(x), **parts)
+
+    found = plan(nn.Sequential(layer(), layer()), residual_dropout(), example_input=torch.randn(shape))
+    assert [site.name for site in found.sites] == ["0.a", "0.g", "1.a", "1.g"]
 
 
 WITHOUT_ENDS: dict[str, Form] = {
