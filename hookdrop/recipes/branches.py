@@ -225,13 +225,13 @@ def _of_tokens(survey: Survey, branches: Iterable[Branch]) -> list[Branch]:
     attends = {call.name for core in attention_cores(survey.trace) if core.call for call in core.call.around()}
     weighted = [op for op in survey.trace.ops if has_weights(op)]
     reads = [(op, {node.size: node.shape[-1] for node in op.inputs if node.is_data and node.fits}) for op in weighted]
-    features = {(size, last) for op, read in reads if op.name in PRODUCTS for size, last in read.items()}
     found = []
     for one in branches:
-        size, call = math.prod(one.shape), survey.layers[one.layer][0]
-        own = [op.name for op, read in reads if size in read and call.start < op.index < call.end]
-        has_features = any((size, last) in features for last in one.shape[1 if len(one.shape) == 3 else -1 :])
-        if (len(one.shape) == 3 or one.layer in attends) and has_features and not (own and _OF_MAPS.issuperset(own)):
+        is_usual, size, call = len(one.shape) == 3, math.prod(one.shape), survey.layers[one.layer][0]
+        own = [(op, read) for op, read in reads if size in read and call.start < op.index < call.end]
+        features = {read.get(size) for op, read in (reads if is_usual else own) if op.name in PRODUCTS}
+        is_map = own and _OF_MAPS.issuperset(op.name for op, _ in own)
+        if (is_usual or one.layer in attends) and not is_map and features & {*one.shape[1 if is_usual else -1 :]}:
             found.append(one)
     return found
 
