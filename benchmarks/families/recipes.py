@@ -90,7 +90,8 @@ def check_depth(model: nn.Module, planned: Planned) -> Record:
             if branch.end in sites:
                 blocks.setdefault(f"{prefix}{branch.layer}", []).append(f"{prefix}{branch.end}")
     every = check_sites(model, [run for run, _ in planned], blocks, rows, inner)
-    problems = {name: every[name] for name in every.keys() & called_in(planned)}  # others are in refused parts
+    called = called_in(planned)  # others are in refused parts
+    problems = {name: problem for name, problem in every.items() if name in called}
     silent = {
         name: problem
         for name, problem in problems.items()

@@ -156,7 +156,7 @@ def check_keys(run: Run, plan: hookdrop.Plan) -> None:
         many = before & (before.sum(-1, keepdim=True) > 7)  # a query keeps its last key
         rate, elements = float((many & ~after).sum() / max(int(many.sum()), 1)), max(int(many.sum()), 1)
         if not any(ATTENTION.search(kinds[name]) for name in running):
-            # What the mask of a router depends on has changed, but not how much it masks.
+            # Dropped keys before a router may change which experts it masks, but not how many.
             more = int(before.sum() - after.sum()) / max(int(before.sum()), 1)
             require(more < KEYS / 10, f"{running[-1]}, which is no attention, drops {more:.3f} of its scores")
         elif many.any() and (rate or not any(equal.is_named(name, running[-1:]) for name in warned)):

@@ -177,7 +177,7 @@ class residual_dropout(Recipe):
         p: probability to zero an element.
 
     Raises:
-        LayerError: the model has no residual branches of tokens (N, L, C), or only outside of its layers.
+        LayerError: the model has no layer that adds branches to tokens: (N, L, C), or any shape beside attention.
         InjectionError: the layers already have dropout.
 
     Example:
@@ -213,7 +213,7 @@ class residual_dropout(Recipe):
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         groups, tokens = {site.group for site in sites}, {one.layer for one in _of_tokens(survey, survey.branches)}
         others = dict.fromkeys(one.layer for one in survey.branches if one.layer not in groups)
-        reasons = {True: "it does not return its input plus branches", False: "it adds nothing to tokens (N, L, C)"}
+        reasons = {True: "the output is not the input plus branches", False: "no branch is added to tokens there"}
         return _skipped_warnings(model, survey, groups, [(reasons[name in tokens], name) for name in others])
 
 

@@ -148,6 +148,7 @@ def _are_weights(trace: Trace, node: Node, softmax: Op) -> bool:
 
 
 def _has_constant(op: Op) -> bool:
+    """Whether an operation reads a tensor that does not depend on the example, such as a weight."""
     return any(not node.is_data for node in op.inputs)
 
 

@@ -160,7 +160,7 @@ class Trace:
     def kinds(self) -> dict[str, tuple[str, frozenset[object]]]:
         """The class of each module, and the parts with parameters: what modules of one kind have in common.
 
-        Each part is given by its name inside the module, its class, and the shapes of its own parameters.
+        A part is a tuple: its name inside the module, its class, and the shapes of its own parameters.
         """
         parts: dict[str, set[object]] = {name: set() for name in self.modules}
         for name, (kind, shapes) in reversed(self.modules.items()):
