@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any, ClassVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hookdrop.hooks.registry import CompanionHook
+from hookdrop.utils.tensor_tree import tensors
+from hookdrop.utils.torch_internals import at_end_of_backward, graph_task
+
+Contexts: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 class TrainingMode:
     """Sets the flag of a module before its forward, and restores it after the forward, until it is removed.
 
-    So the flag is right after `model.eval()`, all other hooks see the old one, and a copy of the model has it too.
+    So the flag is right after `model.eval()`, all other hooks see the old one, and a copy of the model has it too. A
+    checkpoint inside the module recomputes in the backward pass, in which the flag and the rate are those of the
+    forward once more.
+
+    Args:
+        module: the module.
+        rate: returns what makes contexts in which the rate is the one of now.
     """
 
     active: ClassVar[set[TrainingMode]] = set()
+    backwards: ClassVar[dict[int, ExitStack]] = {}
+    """What the running backward passes have changed, by their number."""
     fast_path: ClassVar[bool] = True
     """Whether PyTorch may run a whole transformer layer as one kernel, which ignores the flags inside."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, rate: Callable[[], Contexts]) -> None:
+        self._rate = rate
         if not self.active:
             TrainingMode.fast_path = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
@@ -40,7 +55,11 @@ class TrainingMode:
         self._before.append((module, module.training))
         module.training = True
 
-    def _leave(self, module: nn.Module, *call: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            again = partial(_as_in_forward, module, self._rate())
+            for node in {x.grad_fn for x in tensors(output) if x.grad_fn is not None}:
+                node.register_prehook(again)
         for index, (running, training) in reversed(list(enumerate(self._before))):
             if running is module:  # not a replica of it on another device
                 module.training = training
@@ -54,8 +73,22 @@ class TrainingMode:
         for module, training in reversed(self._before):  # an interrupt runs no hooks
             module.training = training
         self.active.discard(self)
+        for stack in self.backwards.values():  # of those that failed
+            stack.close()
+        self.backwards.clear()
         if not self.active:
             torch.backends.mha.set_fastpath_enabled(self.fast_path)
+
+
+def _as_in_forward(module: nn.Module, rate: Contexts, *_: Any) -> None:
+    """Set the flag and the rate until the running backward pass ends."""
+    task = graph_task()
+    if task not in TrainingMode.backwards:
+        TrainingMode.backwards[task] = ExitStack()
+        at_end_of_backward(lambda: TrainingMode.backwards.pop(task, ExitStack()).close())
+    TrainingMode.backwards[task].enter_context(rate())
+    TrainingMode.backwards[task].callback(setattr, module, "training", module.training)
+    module.training = True
 
 
 class _Switch(CompanionHook):

@@ -20,7 +20,7 @@ from hookdrop.hooks.optimizer import Follower, innermost
 from hookdrop.hooks.penalties import LossTerms, total
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection import rates, state_dict
-from hookdrop.injection.sinks import AttributeSink, RateSink, remove_sinks, sinks_of, warn_about_changed
+from hookdrop.injection.sinks import DropoutSink, RateSink, remove_sinks, sinks_of, warn_about_changed
 from hookdrop.injection.spec import InjectionSpec, spec_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import InjectionError
@@ -354,7 +354,7 @@ class Injection:
                     "step (a copy, such as an EMA, has its own step count)."
                 )
         for state in self._states:
-            if any(isinstance(sink, AttributeSink) for sink in state.live.members):
+            if any(isinstance(sink, DropoutSink) for sink in state.live.members):
                 from hookdrop.injection.own_dropout import find_runners
 
                 find_runners(self._require_model(), state)

@@ -17,9 +17,9 @@ from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.compiling import GraphBreak
 from hookdrop.hooks.hook import CurrentRate, SiteHook, note_call, regularized
 from hookdrop.hooks.registry import hooks_of, hooks_removed
-from hookdrop.injection.sinks import AttributeSink, RateSink
+from hookdrop.injection.sinks import DropoutSink, RateSink
 from hookdrop.regularizers import drops_elements
-from hookdrop.survey.isolation import call, forked_rng, restored_after, set_eval, uncompiled
+from hookdrop.survey.isolation import call, forked_rng, restored_after, set_modes, uncompiled
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tables import some, text_table
@@ -136,7 +136,7 @@ def measured_into(sinks: Sequence[RateSink], record: Record) -> Iterator[None]:
     Compiled code runs uncompiled, because a graph break at every site would compile each piece anew. Only inside a
     compiled function, which PyTorch cannot leave, sites break the graph.
     """
-    own = [sink for sink in sinks if isinstance(sink, AttributeSink)]
+    own = [sink for sink in sinks if isinstance(sink, DropoutSink)]
     if own:
         from hookdrop.injection.own_dropout import observed_into
     lives: list[Any] = list(dict.fromkeys(sink.state.live for sink in sinks))
@@ -245,7 +245,7 @@ def probe(model: nn.Module, sinks: Sequence[RateSink], x: Any, forwards: int) ->
     with without_bookkeeping(model), restored_after(model), torch.no_grad():
         # `train()` is not called, because some classes merge weights in it (LoRA).
         modes = [(module, module.training or not inner.training) for module in inner.modules()]
-        set_eval(inner)
+        set_modes(inner)
         if any(isinstance(sink, SiteHook) for sink in sinks):
             result.eval_identical = _eval_identical(inner, x)
         for module, training in modes:
@@ -290,6 +290,6 @@ def why_idle(sink: RateSink) -> str:
         return f"{state.name!r} is disabled or removed"
     if sink.target is not None and sink.p == sink.rate.neutral:
         return f"its rate is {sink.p:g} at step {state.step_count} of {state.schedule} (at another: probe(x, step=...))"
-    if isinstance(sink, AttributeSink):
+    if isinstance(sink, DropoutSink):
         return "it did not run in training mode, or drops in a way that cannot be measured"
     return "it was not called in training mode" if sink.called else "the layer was never called"

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState
 from hookdrop.injection.measurement import Record, dropped_elements, require_values
-from hookdrop.injection.sinks import AttributeSink, ObservedRate
-from hookdrop.survey.drop_rates import ATTENTION, DropRate, active_rate, known_drop_rates
+from hookdrop.injection.sinks import DropoutSink, ObservedRate
+from hookdrop.survey.drop_rates import ATTENTION, DropRate, active_rate, known_drop_rates, rounded
 from hookdrop.survey.facts import survey
 from hookdrop.survey.isolation import forked_rng
 from hookdrop.survey.ops import DROPOUTS, RECURRENT
@@ -35,14 +35,15 @@ def find_runners(model: nn.Module, state: InjectionState) -> None:
     Raises:
         InjectionError: training mode would change more than the dropout.
     """
-    own = [sink for sink in state.live.members if isinstance(sink, AttributeSink)]
-    own = [sink for sink in own if sink.target] or own
+    own = [sink for sink in state.live.members if isinstance(sink, DropoutSink)]
+    own = [sink for sink in own if sink.constant or (sink.target and sink.p_scale)] or own
     if all(sink.runners is not None for sink in own):
         return
     root = (state.live.root and state.live.root()) or unwrapped(model)
     modules = dict(root.named_modules())
     names = {module: name for name, module in reversed(modules.items())}
-    rates = {sink: DropRate(names[module], sink.attribute) for sink in own if (module := sink.module()) in names}
+    present = [(sink, module) for sink in own if (module := sink.module()) in names]
+    rates = {sink: DropRate(names[module], sink.attribute, sink.constant) for sink, module in present}
     with hooks_removed(model):
         runners = _runners(root, state, rates.values())
     for sink, rate in rates.items():
@@ -66,7 +67,7 @@ def _runners(root: nn.Module, state: InjectionState, rates: Collection[DropRate]
 
 
 @contextmanager
-def observed_into(sinks: Sequence[AttributeSink], record: Record) -> Iterator[None]:
+def observed_into(sinks: Sequence[DropoutSink], record: Record) -> Iterator[None]:
     """Pass what the drops at these rates do in the calls inside to `record`."""
     seen = _Seen()
     with ExitStack() as stack:
@@ -77,12 +78,17 @@ def observed_into(sinks: Sequence[AttributeSink], record: Record) -> Iterator[No
             sink.observers.append(record)
             stack.callback(_unobserve, sink, record)
             sink.show()
-            if "." not in sink.attribute and not any(module.children()):
+            if sink.constant is not None:
+                seen.constants[module, sink.attribute, sink.constant] = sink
+            elif "." not in sink.attribute and not any(module.children()):
                 stack.callback(module.register_forward_pre_hook(partial(seen.module, sink)).remove)
+        for inner in {inner for module, *_ in seen.constants for inner in module.modules()}:
+            stack.callback(inner.register_forward_pre_hook(seen.begin).remove)
+            stack.callback(inner.register_forward_hook(seen.end, always_call=True).remove)
         yield stack.enter_context(seen)
 
 
-def _unobserve(sink: AttributeSink, record: Record) -> None:
+def _unobserve(sink: DropoutSink, record: Record) -> None:
     if sink.placed:
         sink.observers.remove(record)
         sink.show()
@@ -93,14 +99,24 @@ class _Seen(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.modules: set[AttributeSink] = set()
+        self.modules: set[DropoutSink] = set()
         """Those whose module only drops: its forward is one call, however it drops."""
+        self.constants: dict[tuple[nn.Module, str, float], DropoutSink] = {}
+        """Those whose rate is in the code, by the module, the function and the rate."""
+        self._running: list[nn.Module] = []
+        """The modules with such drops, and those inside them."""
 
-    def module(self, sink: AttributeSink, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def begin(self, module: nn.Module, *_: Any) -> None:
+        self._running.append(module)
+
+    def end(self, *_: Any) -> None:
+        self._running.pop()
+
+    def module(self, sink: DropoutSink, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Measure the call of a module that returns its input in eval mode, before the call."""
         x, trains = args[0] if args else None, module.training or bool(sink.training_modes)
         observed = isinstance(getattr(module, sink.attribute), ObservedRate)  # not while a survey runs the model
-        if not isinstance(x, Tensor) or not sink.value or not trains or not observed:
+        if not isinstance(x, Tensor) or not sink.p or not trains or not observed:
             return
 
         def forward(x: Tensor, training: bool = True) -> Any:
@@ -117,26 +133,38 @@ class _Seen(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = [value for value in (*args, *kwargs.values()) if isinstance(value, ObservedRate)]
-        if not found:
+        op = Op(0, function.__name__.strip("_"), function, args, kwargs, (), None)
+        observed = [value for value in (*args, *kwargs.values()) if isinstance(value, ObservedRate)][:1]
+        is_drop = op.name in DROPOUTS or op.name in ATTENTION
+        if observed:
+            sink: DropoutSink | None = observed[0].sink
+        else:
+            sink = (
+                self.constants.get((self._running[-1], op.name, rounded(active_rate(op))))
+                if self._running and is_drop
+                else None
+            )
+        if sink is None:
             return function(*args, **kwargs)
-        sink, op = found[0].sink, Op(0, function.__name__.strip("_"), function, args, kwargs, (), None)
 
         def call(rate: float, *first: Any) -> Any:
-            plain, named = map_leaves(((*first, *args[len(first) :]), kwargs), lambda x: rate if x is found[0] else x)
+            given = (*first, *args[len(first) :])
+            if sink.constant is not None:
+                return function(*given, **kwargs) if rate else _at_0(op, given)
+            plain, named = map_leaves((given, kwargs), lambda x: rate if x is observed[0] else x)
             return function(*plain, **named)
 
         if sink in self.modules or not _drops(op):
             pass
         elif op.name in DROPOUTS:
-            _measure(sink, partial(call, sink.value), args[0])
+            _measure(sink, partial(call, sink.p), args[0])
         else:  # inside a fused operation, which is measured by its result
             x = first_tensor(args)
             with forked_rng(x):
                 before = first_tensor(call(0.0))
             with forked_rng(x):
-                sink.observe(before, first_tensor(call(sink.value)), None)
-        return call(sink.value)
+                sink.observe(before, first_tensor(call(sink.p)), None)
+        return call(sink.p)
 
 
 def _drops(op: Op) -> bool:
@@ -146,7 +174,16 @@ def _drops(op: Op) -> bool:
     return (op.name in DROPOUTS or op.name in ATTENTION) and bool(active_rate(op))
 
 
-def _measure(sink: AttributeSink, drop: Callable[[Tensor], Tensor], x: Tensor) -> None:
+def _at_0(op: Op, args: tuple[Any, ...]) -> Any:
+    """Call fused attention without its dropout."""
+    assert op.function is not None
+    index = ATTENTION[op.name]
+    if len(args) > index:
+        return op.function(*args[:index], 0.0, *args[index + 1 :], **op.kwargs)
+    return op.function(*args, **{**op.kwargs, "dropout_p": 0.0})
+
+
+def _measure(sink: DropoutSink, drop: Callable[[Tensor], Tensor], x: Tensor) -> None:
     require_values(x)
     dropped = dropped_elements(lambda x: drop(x.clone()), x)  # it may drop in place
     with forked_rng(x):

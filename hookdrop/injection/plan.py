@@ -50,6 +50,8 @@ class PlannedSite:
     """How the regularizer interprets the axes."""
     attribute: str = ""
     """For a dropout that the model already has: the attribute with its rate."""
+    constant: float | None = None
+    """Its rate, where it is a number in the code, which nothing can change."""
     target: float | None = None
     """The rate before `p_scale`; None if there is none."""
 
@@ -60,11 +62,13 @@ class PlannedSite:
     @property
     def p(self) -> float | None:
         """The target rate, including `p_scale`."""
-        return None if self.target is None else self.target * self.p_scale
+        return self.constant if self.target is None else self.target * self.p_scale
 
     @property
     def text(self) -> str:
         """The regularizer, or the current rate of a dropout that the model already has."""
+        if self.constant is not None:
+            return f"{self.constant:g} in the code: can be sampled, not changed"
         if self.attribute:
             return f"{self.type}.{self.attribute} (now {float(attrgetter(self.attribute)(self.module)):g})"
         return "" if self.regularizer is None else repr(self.regularizer)

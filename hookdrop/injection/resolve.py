@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -75,7 +74,8 @@ def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = N
         # `exclude="layer4"` names one module, not its submodules.
         hint = f"; to exclude its submodules: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
         plan.warnings.append(f"exclude {entry_text(entry)} matches none of the selected layers{hint}.")
-    for site in plan.sites:
+    changed = [site for site in plan.sites if site.constant is None]
+    for site in changed or plan.sites:
         _check_rate(site, schedule)
     hooked = [site.regularizer.title.lower() for site in plan.sites if site.regularizer is not None]
     if hooked:
@@ -177,8 +177,10 @@ def _run_recipe(plan: Plan, recipe: Recipe, lazy: LazySurvey, given: bool) -> li
         if lazy.found is not None and not lazy.found.trace.calls:
             raise LayerError(f"{name} sees no layers: {no_hooks(root)}") from None
         raise
-    counts = Counter((site.name, site.at, site.attribute) for site, _ in found)
-    if twice := [site.label or site.name for site, _ in found if counts[site.name, site.at, site.attribute] > 1]:
+    places = [(site.name, site.at, site.attribute, site.constant) for site, _ in found]
+    if twice := [
+        site.label or site.name for (site, _), one in zip(found, places, strict=True) if places.count(one) > 1
+    ]:
         raise InjectionError(
             f"{name}: blocks of {type(root).__name__} share {twice[0]!r}, so that each would regularize it once more.\n"
             "  choose the layers yourself: inject(model, ..., layers=...)"
@@ -197,7 +199,7 @@ def _run_recipe(plan: Plan, recipe: Recipe, lazy: LazySurvey, given: bool) -> li
     plan.sites = [_recipe_site(root, everything[site.name], site, facts) for site, _ in chosen]
     if any(site.regularizer is not None for site in plan.sites):
         check_picklable(recipe, "the recipe")
-    _scale(plan.sites, [site.factor * factors[group] for site, group in chosen])
+    _scale(plan.sites, [site.factor * factors.get(group, 1.0) for site, group in chosen])
     plan.warnings += recipe.warnings(root, survey, [site for site, _ in found])
     if recipe.takes_all and lazy.found is not None and len(found) > 1:
         from hookdrop.survey.siblings import sibling_warnings  # only a recipe that ran the model needs it
@@ -219,7 +221,8 @@ def _recipe_site(root: nn.Module, layer: Layer, site: RecipeSite, survey: LazySu
     else:
         planned = _site(root, layer, site.regularizer, "input" if site.at == "skip" else "output", None, survey)
         planned.at = site.at or planned.at
-    planned.name, planned.branch, planned.attribute = site.label or planned.name, site.branch, site.attribute
+    planned.name, planned.branch = site.label or planned.name, site.branch
+    planned.attribute, planned.constant = site.attribute, site.constant
     return planned
 
 
@@ -258,6 +261,8 @@ def rate_factors(layers: list[Layer], p_scale: PScale) -> list[float]:
 
 def _scale(sites: list[PlannedSite], scales: list[float]) -> None:
     for site, factor in zip(sites, scales, strict=True):
+        if site.constant is not None:
+            continue
         if site.regularizer is not None and rate_of(site.regularizer) is None:
             raise InjectionError(f"p_scale: {site.regularizer!r} has no rate to scale.")
         site.p_scale = number(factor, f"p_scale of {site.name!r}", "inject")
@@ -272,7 +277,7 @@ def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:
         if schedule is None:
             return
         raise InjectionError(
-            f"the schedule has no rate to drive: {site.regularizer!r} has none of p, drop_prob, drop_rate.\n"
+            f"the schedule has no rate to drive: {site.text or 'the model'} has none of p, drop_prob, drop_rate.\n"
             "  omit schedule=, or use a regularizer with a rate."
         )
     peak = 1.0 if schedule is None else schedule(0) if schedule.peak is None else schedule.peak

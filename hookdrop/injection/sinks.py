@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import reduce
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from torch import Tensor, nn
@@ -30,10 +31,10 @@ def attribute_of(module: nn.Module | None, path: str) -> tuple[Any, str]:
     return reduce(lambda owner, name: getattr(owner, name, None), owners, module), name
 
 
-def place_of(module: nn.Module | None, what: Any) -> tuple[int, str, str]:
+def place_of(module: nn.Module | None, what: Any) -> tuple[int, str, str, float | None]:
     """Identify what a sink or a planned site changes. Layers that share an object with a rate share this place."""
     owner, name = attribute_of(module, getattr(what, "attribute", ""))
-    return id(owner), what.at, name
+    return id(owner), what.at, name, getattr(what, "constant", None)
 
 
 class ObservedRate(float):
@@ -50,25 +51,20 @@ class ObservedRate(float):
         return float, (float(self),)
 
 
-class AttributeSink:
-    """A rate of the dropout that a model already has: an attribute of a module, which is held weakly.
-
-    The attribute may be one of an object that the module holds, such as `"config.layerdrop"`.
-    """
+class DropoutSink:
+    """A dropout that the model already has, of a module that is held weakly."""
 
     at = "attribute"
     rate = P
+    p_scale = 1.0
+    constant: float | None = None
+    """The rate, where it is a number in the code; `attribute` is then the function that drops."""
 
     def __init__(
-        self, site: str, module: nn.Module, attribute: str, target: float, p_scale: float, state: InjectionState
+        self, site: str, module: nn.Module, attribute: str, target: float | None, state: InjectionState
     ) -> None:
-        self.site, self.attribute, self.p_scale, self.state = site, attribute, p_scale, state
-        self.target: float | None = target
-        self.initial_target: float | None = target
-        self.before: Any = getattr(*attribute_of(module, attribute))
-        """The attribute as it was."""
-        self.value = float(self.before)
-        """What this sink set last."""
+        self.site, self.attribute, self.state = site, attribute, state
+        self.target = self.initial_target = target
         self._link(module)
 
     def _link(self, module: nn.Module) -> None:
@@ -82,7 +78,7 @@ class AttributeSink:
         """While there are any, the attribute shows that it is this rate."""
         self.state.live.members.add(self)
         self.state.live.known_sites.add(self.site)
-        _attribute_sinks.setdefault(module, []).append(self)
+        _dropout_sinks.setdefault(module, []).append(self)
 
     @property
     def is_attached(self) -> bool:
@@ -91,67 +87,50 @@ class AttributeSink:
     @property
     def is_ours(self) -> bool:
         """Whether the module exists and has the value that this sink set last."""
-        module = self.module()
-        return module is not None and getattr(*attribute_of(module, self.attribute), None) == self.value
+        return self.module() is not None
 
     @property
     def p(self) -> float:
-        return self.value
+        raise NotImplementedError
 
     def set_rate(self, rate: CurrentRate, on: bool, sampling: bool) -> None:
-        value = rate.value if on and rate.value is not None else 0.0
-        self._sample(sampling and value != 0.0)
-        module = self.module()
-        if module is None or not self.placed or value == self.value:
-            return
-        if not self.is_ours:
-            self.state.warn_once(
-                "changed again",
-                f"{self.state.name!r} does not change {self.site!r}, which something else has changed since.\n"
-                "  it continues once the later change is removed.",
-            )
-            return
-        setattr(*attribute_of(module, self.attribute), value)
-        self.value = value
-        self.show()
+        self._sample(on and sampling)
 
     def show(self) -> None:
         """Write the rate to the attribute, in a form that says whose it is if it is observed."""
-        if self.is_ours:
-            value = ObservedRate(self.value, self) if self.observers else self.value
-            setattr(*attribute_of(self.module(), self.attribute), value)
 
     def observe(self, before: Tensor, after: Tensor, dropped: Tensor | None) -> None:
         """Pass a drop to the observers; see `measurement.Record`."""
         for observer in self.observers:
-            observer(self, self.value, before, after, dropped)
+            observer(self, self.p, before, after, dropped)
 
     def _sample(self, active: bool) -> None:
         """Keep the runners in training mode, or end this."""
         if active and not self.training_modes:
             from hookdrop.hooks.training_mode import TrainingMode  # only sampling needs it
 
-            self.training_modes = [TrainingMode(found) for one in self.runners or () if (found := one()) is not None]
+            found = [module for one in self.runners or () if (module := one()) is not None]
+            self.training_modes = [TrainingMode(module, self._current_rate) for module in found]
         elif not active:
             for mode in self.training_modes:
                 mode.remove()
             self.training_modes = []
 
+    def _current_rate(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Return what makes contexts in which the rate is the one that it is now."""
+        return nullcontext
+
     def valid_target(self, value: object) -> float:
         return P.valid(value, f"{self.state.name} at {self.site!r}")
 
     def describe(self, rate: float | None = None) -> str:
-        kind = type(self.module()).__name__
-        return f"{kind}.{self.attribute}={self.target if rate is None else rate:g} (was {float(self.before):g})"
+        return f"{type(self.module()).__name__}: {self.attribute} at {self.p:g}"
 
     def remove(self) -> None:
         self._sample(False)
         self.observers = []
-        module = self.module()
-        if module is not None:
-            _attribute_sinks[module].remove(self)
-            if self.is_ours and getattr(*attribute_of(module, self.attribute)) is not self.before:
-                setattr(*attribute_of(module, self.attribute), self.before)
+        if (module := self.module()) is not None:
+            _dropout_sinks[module].remove(self)
         self.placed = False
 
     # A pickled or copied handle includes its model.
@@ -166,24 +145,107 @@ class AttributeSink:
         self._link(module)
 
 
-RateSink: TypeAlias = SiteHook | AttributeSink
+class ConstantSink(DropoutSink):
+    """A dropout whose rate is a number in the code, such as `F.dropout(x, 0.5, self.training)`: only sampled."""
+
+    def __init__(self, site: str, module: nn.Module, function: str, constant: float, state: InjectionState) -> None:
+        super().__init__(site, module, function, None, state)
+        self.constant = constant
+
+    @property
+    def p(self) -> float:
+        return self.constant or 0.0
+
+
+class AttributeSink(DropoutSink):
+    """A rate of the dropout that a model already has: an attribute of a module.
+
+    The attribute may be one of an object that the module holds, such as `"config.layerdrop"`.
+    """
+
+    def __init__(
+        self, site: str, module: nn.Module, attribute: str, target: float, p_scale: float, state: InjectionState
+    ) -> None:
+        super().__init__(site, module, attribute, target, state)
+        self.p_scale = p_scale
+        self.before: Any = getattr(*attribute_of(module, attribute))
+        """The attribute as it was."""
+        self.value = float(self.before)
+        """What this sink set last."""
+
+    @property
+    def is_ours(self) -> bool:
+        module = self.module()
+        return module is not None and getattr(*attribute_of(module, self.attribute), None) == self.value
+
+    @property
+    def p(self) -> float:
+        return self.value
+
+    def set_rate(self, rate: CurrentRate, on: bool, sampling: bool) -> None:
+        value = rate.value if on and rate.value is not None else 0.0
+        super().set_rate(rate, value != 0.0, sampling)
+        module = self.module()
+        if module is None or not self.placed or value == self.value:
+            return
+        if not self.is_ours:
+            self.state.warn_once(
+                "changed again",
+                f"{self.state.name!r} does not change {self.site!r}, which something else has changed since.\n"
+                "  it continues once the later change is removed.",
+            )
+            return
+        setattr(*attribute_of(module, self.attribute), value)
+        self.value = value
+        self.show()
+
+    def _current_rate(self) -> Callable[[], AbstractContextManager[Any]]:
+        return partial(_with_attribute, *attribute_of(self.module(), self.attribute), self.value)
+
+    def show(self) -> None:
+        if self.is_ours:
+            value = ObservedRate(self.value, self) if self.observers else self.value
+            setattr(*attribute_of(self.module(), self.attribute), value)
+
+    def describe(self, rate: float | None = None) -> str:
+        kind = type(self.module()).__name__
+        return f"{kind}.{self.attribute}={self.target if rate is None else rate:g} (was {float(self.before):g})"
+
+    def remove(self) -> None:
+        super().remove()
+        module = self.module()
+        if self.is_ours and getattr(*attribute_of(module, self.attribute)) is not self.before:
+            setattr(*attribute_of(module, self.attribute), self.before)
+
+
+@contextmanager
+def _with_attribute(owner: Any, name: str, value: float) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+RateSink: TypeAlias = SiteHook | DropoutSink
 """Whatever has a rate that an injection can set."""
 
-_attribute_sinks: weakref.WeakKeyDictionary[nn.Module, list[AttributeSink]] = weakref.WeakKeyDictionary()
+_dropout_sinks: weakref.WeakKeyDictionary[nn.Module, list[DropoutSink]] = weakref.WeakKeyDictionary()
 
 
 def sinks_of(model: nn.Module) -> Iterator[tuple[nn.Module, RateSink]]:
     """Yield everything that injections drive in `model`: hooks first, each in `named_modules()` order."""
     yield from hooks_of(model)
-    if _attribute_sinks:
+    if _dropout_sinks:
         for module in model.modules():
-            for sink in _attribute_sinks.get(module, ()):
+            for sink in _dropout_sinks.get(module, ()):
                 yield module, sink
 
 
-def attribute_sinks() -> list[tuple[nn.Module, AttributeSink]]:
+def dropout_sinks() -> list[tuple[nn.Module, DropoutSink]]:
     """Return the driven rates of all models, of which several may share an object with a rate."""
-    return [(module, sink) for module, sinks in _attribute_sinks.items() for sink in sinks]
+    return [(module, sink) for module, sinks in _dropout_sinks.items() for sink in sinks]
 
 
 def take_over(sinks: Sequence[RateSink], replaced: Sequence[RateSink]) -> None:
@@ -208,5 +270,5 @@ def remove_sinks(model: nn.Module | None, sinks: Sequence[RateSink]) -> None:
     """Remove hooks, and restore attributes, except those that something else has changed since."""
     remove_hooks(model, [sink for sink in sinks if isinstance(sink, SiteHook)])
     for sink in sinks:
-        if isinstance(sink, AttributeSink):
+        if isinstance(sink, DropoutSink):
             sink.remove()

@@ -23,8 +23,10 @@ from hookdrop.injection.plan import Plan, PlannedSite
 from hookdrop.injection.resolve import make_plan
 from hookdrop.injection.sinks import (
     AttributeSink,
+    ConstantSink,
+    DropoutSink,
     RateSink,
-    attribute_sinks,
+    dropout_sinks,
     place_of,
     sinks_of,
     take_over,
@@ -304,7 +306,7 @@ def place(planned: Plan) -> Injection:
         for sink, site in zip(sinks, planned.sites, strict=True):
             if isinstance(sink, SiteHook):
                 sink.place(site.module)
-        if isinstance(sinks[0], AttributeSink):
+        if isinstance(sinks[0], DropoutSink):
             rates.update_rates([state])
     except BaseException:
         for sink in sinks:
@@ -314,12 +316,14 @@ def place(planned: Plan) -> Injection:
         take_over(sinks, conflicts)
         Injection(planned.model, replaced)._detach()
     if isinstance(sinks[0], SiteHook) or state.scheduled:
-        state.live.trained = isinstance(sinks[0], AttributeSink)  # without hooks, nothing notes the calls
+        state.live.trained = isinstance(sinks[0], DropoutSink)  # without hooks, nothing notes the calls
         watch(planned.root, state)
     return Injection(planned.model, sinks)
 
 
 def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSink:
+    if site.constant is not None:
+        return ConstantSink(site.name, site.module, site.attribute, site.constant, state)
     if site.regularizer is None:
         assert site.target is not None
         return AttributeSink(site.name, site.module, site.attribute, site.target, site.p_scale, state)
@@ -353,7 +357,7 @@ def _replaced(planned: Plan) -> tuple[list[RateSink], list[RateSink]]:
     """
     present = list(sinks_of(planned.model))
     # A rate may belong to an object that layers outside this model share.
-    elsewhere = attribute_sinks() if planned.sites[0].attribute else []
+    elsewhere = dropout_sinks() if planned.sites[0].attribute else []
     everything = dict.fromkeys([*present, *elsewhere])
     if not everything:
         return [], []

@@ -35,6 +35,8 @@ class RecipeSite:
     attribute: str = ""
     """For a dropout that the model already has: the layer's attribute with its rate, and `p`, the new rate."""
     p: float | None = None
+    constant: float | None = None
+    """The rate, where it is a number in the code: `attribute` is then the function that drops, and there is no `p`."""
     label: str = ""
     """The name that `plan` and the handle show; empty for `name`."""
 

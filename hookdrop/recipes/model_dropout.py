@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -67,37 +68,70 @@ class set_dropout(Recipe):
             P.valid(self.p, "set_dropout")
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        rates = _current_rates(model, survey)
-        if not rates:
+        rates, constants = _current_rates(model, survey), _find(model, survey)[0].constants
+        if not rates and (self.p is not None or not constants):
             raise LayerError(
                 f"set_dropout found no rate that it can change in {type(model).__name__}.\n"
-                + "".join(f"  {text}\n" for text in _left_out(model, survey))
+                + "".join(f"  {text}\n" for text in _left_out(model, survey, changes=True))
                 + "  add dropout: inject(model, Dropout(p=...), layers=...)"
             )
         if isinstance(self.p, Mapping):
             named = [Layer(label, model.get_submodule(rate.layer), {label}) for label, (rate, _) in rates.items()]
             values = values_by_entry(named, self.p, "set_dropout", "dropout rates")
+            constants = []
         else:
             values = {label: value if self.p is None else self.p for label, (_, value) in rates.items()}
-        return [
+        changed = [
             RecipeSite(rate.layer, None, attribute=rate.attribute, p=values[label], label=label)
             for label, (rate, _) in rates.items()
             if label in values
         ]
+        fixed = [
+            RecipeSite(one.layer, None, attribute=one.attribute, constant=one.constant, label=_label(one))
+            for one in constants
+        ]
+        return [*changed, *fixed]
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         if isinstance(self.p, Mapping):
             return ()
-        return _left_out(model, survey)
+        return _left_out(model, survey, changes=self.p is not None)
+
+    def groups(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
+        return list(dict.fromkeys(site.name for site in sites if site.constant is None))
 
 
-def _left_out(model: nn.Module, survey: Survey) -> list[str]:
+def _label(constant: DropRate) -> str:
+    """Return the name of a drop whose rate is in the code, such as `"conv1.dropout(0.5)"`."""
+    return ".".join(filter(None, (constant.layer, f"{constant.attribute}({constant.constant:g})")))
+
+
+def _left_out(model: nn.Module, survey: Survey, changes: bool) -> list[str]:
+    """Return what draws random numbers and is no site, or does not change."""
     found, why = _find(model, survey)
     if why:
         return [f"functional dropout was not looked for: {why}\n  to run the model, pass example_input="]
-    places = {what: some([name or "the model" for name in layers]) for what, layers in found.out_of_reach.items()}
-    left = [f"{what} ({where})" if where else what for what, where in places.items()]
-    return [f"out of reach, so it stays as it is: {text}" for text in left]
+    places = [(what, list(layers)) for what, layers in found.out_of_reach.items()]
+    if changes and found.constants:
+        places.append(("rates that are numbers in the code", [_label(one) for one in found.constants]))
+    eval_mode: Mapping[Any, list[str]] = {}
+    with suppress(InjectionError):  # without values, or in training mode
+        eval_mode = survey.draws_in_eval_mode
+        draws = [(line, names) for line, names in survey.draws.items() if line not in eval_mode]
+        places += [(_drawing(model, line, names), names) for line, names in draws]
+    left = [f"out of reach, so it stays as it is: {_where(what, layers)}" for what, layers in places]
+    always = [(_drawing(model, line, names), names) for line, names in eval_mode.items()]
+    return left + [f"random in eval mode too: {_where(what, names)}" for what, names in always]
+
+
+def _drawing(model: nn.Module, line: Any, names: Sequence[str]) -> str:
+    if not names:
+        return f"random numbers of Python or NumPy, which {line}, uses first"
+    return f"{type(model.get_submodule(names[0])).__name__} calls {line}"
+
+
+def _where(what: str, layers: Sequence[str]) -> str:
+    return f"{what} ({some([name or 'the model' for name in layers])})" if layers else what
 
 
 def _current_rates(model: nn.Module, survey: Survey) -> dict[str, tuple[DropRate, float]]:
@@ -115,6 +149,6 @@ def _current_rates(model: nn.Module, survey: Survey) -> dict[str, tuple[DropRate
 def _find(model: nn.Module, survey: Survey) -> tuple[DropRates, str]:
     """Return the rates, and the reason if the model could not run."""
     try:
-        return survey.drop_rates, ""
+        return survey.all_drop_rates, ""
     except InjectionError as error:
         return DropRates(tuple(known_drop_rates(model)), {}), str(error).partition("\n")[0]

@@ -1,17 +1,18 @@
 """Find the dropout that a model already has: the attributes that its random drops read their rates from.
 
-For one forward in training mode, each number in [0, 1] that the model stores gets a value of its own. The value that
-arrives at a random drop (`F.dropout`, attention, `bernoulli_`, a comparison with `torch.rand`) then shows which
-attribute it came from, under any name and through any call, also where the rate is 0 now.
+For one forward in training mode, each number in [0, 1] that the model stores gets a value of its own, almost the same.
+The value that arrives at a random drop (`F.dropout`, attention, `bernoulli_`, a comparison with `torch.rand`) then
+shows which attribute it came from, under any name and through any call. A 0 stays 0, and is known by its identity: a
+model may not have the parts that another number switches on.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -19,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 from hookdrop.regularizers import DropPath, Regularizer
 from hookdrop.survey.branches import added, has_weights, is_affine
 from hookdrop.survey.heads import attention_cores
-from hookdrop.survey.isolation import attributes_of
+from hookdrop.survey.isolation import Training, attributes_of
 from hookdrop.survey.ops import DROPOUTS
-from hookdrop.survey.trace import Node, Op, Trace, Training, record
+from hookdrop.survey.trace import Node, Op, Trace, record
+from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.select import has_forward
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -33,19 +35,22 @@ _DRAWS = {"rand", "rand_like", "uniform"}
 _FILLS = {"full", "full_like", "new_full"}
 _COMPARISONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 _RAISED = 1e-3
-"""The value of a rate of 0 during the run, because a forward may skip a drop at 0."""
+"""The value of a rate of 0 at which the forward skips the drop, while it is looked for."""
 _HARMLESS = 1e-9
 """A rate at which nothing is dropped, and at which float32 does not show the scale."""
 
 
 @dataclass(frozen=True)
 class DropRate:
-    """An attribute that a random drop reads its rate from."""
+    """An attribute that a random drop reads its rate from, or a drop whose rate is in the code."""
 
     layer: str
     """Full name of the module."""
     attribute: str
-    """`"p"`, or `"config.layerdrop"` for an attribute of an object that the module holds."""
+    """`"p"`, or `"config.layerdrop"` for an attribute of an object that the module holds; the function that drops, such
+    as `"dropout"`, if the rate is in the code."""
+    constant: float | None = None
+    """The rate, if it is in the code: it cannot be changed."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class DropRates:
     """The dropout of a model."""
 
     rates: tuple[DropRate, ...]
-    """In the order of `named_modules()`."""
+    """Those that can be changed, in the order of `named_modules()`."""
     out_of_reach: Mapping[str, tuple[str, ...]]
     """Random drops that read no attribute: descriptions, with the names of the modules that run them."""
     runners: Mapping[DropRate, tuple[str, ...]] = field(default_factory=dict)
@@ -63,6 +68,11 @@ class DropRates:
     aside: frozenset[DropRate] = frozenset()
     """Those that drop no hidden states: only attention weights, or the input of an adapter."""
 
+    @property
+    def constants(self) -> list[DropRate]:
+        """The drops of functions whose rates are in the code, in the order of execution."""
+        return [rate for rate in self.runners if rate.constant is not None]
+
 
 def known_drop_rates(model: nn.Module) -> list[DropRate]:
     """Return the rates of the modules whose class defines them, without a forward."""
@@ -70,38 +80,107 @@ def known_drop_rates(model: nn.Module) -> list[DropRate]:
     return [DropRate(name, key) for name, key in found if key is not None]
 
 
-def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True) -> DropRates:
-    """Run `model` once in training mode without gradients, and return all rates that its drops read.
+def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True, skipped: bool = False) -> DropRates:
+    """Run `model` in training mode without gradients, and return all rates that its drops read.
 
     Args:
         model: a model without wrappers and without hooks of hookdrop.
         example: a tensor, a tuple of arguments, or a mapping of keyword arguments.
         fake: whether the tensors have no values, only shapes.
+        skipped: whether to look also for rates of 0 at which the forward skips the drop, in a second run.
 
     Raises:
         InjectionError: the model does not run on the example in training mode.
     """
-    trace, arrivals = arrivals_of(model, example, fake=fake)
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    rates = sorted(dict.fromkeys([*known_drop_rates(model), *arrivals.ops]), key=lambda rate: order[rate.layer])
+    numbers = [rate for *_, value, rate in _numbers(model) if _may_be_rate(value)]
+
+    def run(marked: Sequence[DropRate], raised: Sequence[DropRate] = ()) -> tuple[Trace, Arrivals]:
+        return arrivals_of(model, example, fake=fake, marked={*marked}, raised={*raised})
+
+    trace, arrivals = _without_culprits(run, numbers)
+    found = _read(model, trace, arrivals)
+    values = {rate: value for *_, value, rate in _numbers(model)}
+    zeros = [one for one in numbers if type(values[one]) is float and not values[one] and one not in arrivals.ops]
+    if not skipped or not zeros:
+        return found
+    more = _read(model, *_without_culprits(lambda raised: run(zeros, raised), zeros))
+    new = {*zeros} & more.runners.keys()
+    return DropRates(
+        _sorted(model, [*found.rates, *new]),
+        found.out_of_reach,
+        {**found.runners, **{rate: more.runners[rate] for rate in new}},
+        found.per_sample | (more.per_sample & new),
+        found.aside | (more.aside & new),
+    )
+
+
+def _read(model: nn.Module, trace: Trace, arrivals: Arrivals) -> DropRates:
     out_of_reach = {what: tuple(layers) for what, layers in arrivals.out_of_reach.items()}
     attention = _attention_drops(trace)
     aside = [rate for rate, ops in arrivals.ops.items() if all(op in attention or _adapts(trace, op) for op in ops)]
     runners = {rate: tuple(dict.fromkeys(op.call.name for op in ops if op.call)) for rate, ops in arrivals.ops.items()}
-    return DropRates(tuple(rates), out_of_reach, runners, frozenset(arrivals.per_sample), frozenset(aside))
+    rates = [*known_drop_rates(model), *(rate for rate in arrivals.ops if rate.constant is None)]
+    return DropRates(_sorted(model, rates), out_of_reach, runners, frozenset(arrivals.per_sample), frozenset(aside))
+
+
+def _sorted(model: nn.Module, rates: Sequence[DropRate]) -> tuple[DropRate, ...]:
+    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return tuple(sorted(dict.fromkeys(rates), key=lambda rate: order[rate.layer]))
+
+
+def _may_be_rate(value: float) -> bool:
+    return 0.0 <= value < 1.0 if type(value) is float else type(value) is int and value == 0
+
+
+T = TypeVar("T")
+
+
+def _without_culprits(run: Callable[[Sequence[DropRate]], T], numbers: Sequence[DropRate]) -> T:
+    """Run with as many of these numbers as possible: those that make the run fail are found by halves, and left out."""
+    while True:
+        try:
+            return run(numbers)
+        except InjectionError:
+            run([])  # raises if it is the model that fails
+        works, fails = 0, len(numbers)
+        while fails - works > 1:
+            middle = (works + fails) // 2
+            try:
+                run(numbers[:middle])
+                works = middle
+            except InjectionError:
+                fails = middle
+        numbers = [*numbers[:works], *numbers[fails:]]
 
 
 def arrivals_of(
-    model: nn.Module, example: Any, *, fake: bool, training: Training = True, only: Collection[DropRate] = ()
+    model: nn.Module,
+    example: Any,
+    *,
+    fake: bool,
+    training: Training = True,
+    marked: Collection[DropRate] = (),
+    raised: Collection[DropRate] = (),
+    only: Collection[DropRate] = (),
 ) -> tuple[Trace, Arrivals]:
     """Run `model` once with rates that can be told apart, and return where they arrive.
 
     Args:
         model, example, fake: as for `find_drop_rates`.
         training: as for `record`.
-        only: the drop rates to follow, which are then close to 0; by default, all numbers that may be one.
+        marked: the numbers to follow, which are almost the same in the run.
+        raised: those of them that are 0, and small in the run.
+        only: the drop rates to follow, which are then close to 0.
     """
-    with _marked(model, only) as sources, _Decisions():
+
+    def change(rate: DropRate, value: float, index: int) -> Any:
+        if rate in only:
+            return _HARMLESS + 1e-14 * index
+        if rate in raised or (rate in marked and value):
+            return (value or _RAISED) * (1 + 1e-12 * index)  # above, so that `int(value * size)` stays
+        return _ZEROS[type(value)](value) if rate in marked else None
+
+    with _changed(model, change) as sources, _Decisions():
         trace = record(model, example, fake=fake, training=training)
     arrivals = Arrivals(model, sources)
     arrivals.read(trace)
@@ -117,52 +196,71 @@ def _known_attribute(module: nn.Module) -> str | None:
     return "p" if isinstance(module, _DROPOUT) else next((_COMPUTED[name] for name in names if name in _COMPUTED), None)
 
 
-class _Zero(int):
-    """An integer 0 that is known by its identity: it may be an index or an axis, so its value has to stay."""
+class _Zero:
+    """A 0 that is known by its identity."""
 
     source: tuple[DropRate, float]
 
 
+class _ZeroInt(_Zero, int):
+    pass
+
+
+class _ZeroFloat(_Zero, float):
+    pass
+
+
+_ZEROS: Mapping[type, type] = {int: _ZeroInt, float: _ZeroFloat}
 Sources = Mapping[float, tuple[DropRate, float]]
 """The attributes, with their values before the run, by their values in the run."""
 
 
-@contextmanager
-def _marked(model: nn.Module, only: Collection[DropRate]) -> Iterator[Sources]:
-    """Give each number in [0, 1] that the model stores another value, or only `only`, whose values are then near 0."""
-    saved: list[tuple[dict[str, Any], str, Any]] = []
-    sources: dict[float, tuple[DropRate, float]] = {}
+def _numbers(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, float, DropRate]]:
+    """Yield each number that the model stores: its table and key, its value, and its name."""
     seen: set[int] = set()
 
-    def mark(table: dict[str, Any], layer: str, path: str = "") -> None:
+    def within(
+        table: dict[str, Any], layer: str, path: str = ""
+    ) -> Iterator[tuple[dict[str, Any], str, float, DropRate]]:
         if id(table) in seen:
             return
         seen.add(id(table))
         for key, value in list(table.items()):
-            new: Any = None
-            source = DropRate(layer, path + key)
-            if source in only:
-                new = _HARMLESS + 1e-14 * (len(saved) + 1)
-                sources[new] = source, 0.0
-            elif not only and type(value) is float and 0.0 <= value < 1.0:
-                new = (value or _RAISED) * (1 + 1e-12 * (len(saved) + 1))  # above, so that `int(value * size)` stays
-                sources[new] = source, value
-            elif not only and type(value) is int and value == 0:
-                new = _Zero()
-                new.source = source, 0.0
+            if issubclass(type(value), int | float):  # `isinstance` runs code of proxies
+                yield table, key, value, DropRate(layer, path + key)
             elif not path and (attributes := attributes_of(value)) is not None:
-                mark(attributes, layer, f"{key}.")
+                yield from within(attributes, layer, f"{key}.")
+
+    for name, module in model.named_modules():
+        yield from within(vars(module), name)
+
+
+@contextmanager
+def _changed(model: nn.Module, change: Callable[[DropRate, float, int], Any]) -> Iterator[Sources]:
+    """Replace the numbers for which `change` returns another, given the name, the value and an index."""
+    saved: list[tuple[dict[str, Any], str, float]] = []
+    sources: dict[float, tuple[DropRate, float]] = {}
+    try:
+        for table, key, value, rate in list(_numbers(model)):
+            new = change(rate, value, len(saved) + 1)
             if new is not None:
                 saved.append((table, key, value))
                 table[key] = new
-
-    try:
-        for name, module in model.named_modules():
-            mark(vars(module), name)
+                if isinstance(new, _Zero):
+                    new.source = rate, value
+                else:
+                    sources[new] = rate, value
         yield sources
     finally:
         for table, key, value in saved:
             table[key] = value
+
+
+@contextmanager
+def at_zero(model: nn.Module, rates: Collection[DropRate]) -> Iterator[None]:
+    """Set these rates to 0 inside."""
+    with _changed(model, lambda rate, value, index: 0.0 if rate in rates else None):
+        yield
 
 
 class _Decisions(TorchFunctionMode):
@@ -196,6 +294,23 @@ def active_rate(op: Op) -> Any:
     if op.name in ATTENTION:
         return op.argument(ATTENTION[op.name], "dropout_p", 0.0) if op.kwargs.get("training", True) else 0.0
     return op.argument(1, "p", 0.5) if op.argument(2, "training", op.kwargs.get("train", True)) else 0.0
+
+
+def constants_in(trace: Trace) -> set[DropRate]:
+    """Return the drops of functions at rates that are numbers, wherever these come from."""
+    drops = [op for op in trace.ops if op.call is not None and (op.name in DROPOUTS or op.name in ATTENTION)]
+    rates = [(op, active_rate(op)) for op in drops]
+    return {_constant(op, rate) for op, rate in rates if rate and not isinstance(rate, Node)}
+
+
+def _constant(op: Op, rate: Any) -> DropRate:
+    assert op.call is not None
+    return DropRate(op.call.name, op.name, rounded(rate))
+
+
+def rounded(rate: float) -> float:
+    """Return a rate without the small changes of numbers from which it may be computed."""
+    return round(float(rate), 6)
 
 
 class Arrivals:
@@ -253,35 +368,25 @@ class Arrivals:
         """A function that drops with probability `rate`."""
         if (source := self._source(rate, self._sources)) is not None:
             self.ops.setdefault(source[0], []).append(op)
-        elif isinstance(rate, Node) or rate:
-            self._miss(op, f"with a rate of {'a tensor' if isinstance(rate, Node) else f'{rate:g}'}")
+        elif rate and not isinstance(rate, Node):
+            self.ops.setdefault(_constant(op, rate), []).append(op)
 
     def _at_draw(self, op: Op, number: Any, keeps: bool | None) -> None:
         """A random choice with probability `number`: that of keeping, of dropping, or, for None, of either."""
         direct, complement = self._source(number, self._sources), self._source(number, self._complements)
         source, is_direct = direct or complement, direct is not None
-        if source is None:
-            if isinstance(number, float) and 0.0 < number < 1.0:
-                self._miss(op, f"with a probability of {number:g}")
-        elif keeps is not is_direct and (keeps is not None or not is_direct or source[1] < 0.5):
-            self.ops.setdefault(source[0], []).append(op)
-            shape = op.outputs[0].shape
-            if len(shape) > 1 and op.outputs[0].size == shape[0]:
-                self.per_sample.append(source[0])
-        else:
-            self._miss(op, f"with {source[0].attribute}, which may be the probability to keep")
+        if source is None or (keeps is is_direct or (keeps is None and is_direct and source[1] >= 0.5)):
+            return  # no number of the model, or it may be the probability to keep
+        self.ops.setdefault(source[0], []).append(op)
+        shape = op.outputs[0].shape
+        if len(shape) > 1 and op.outputs[0].size == shape[0]:
+            self.per_sample.append(source[0])
 
     @staticmethod
     def _source(number: Any, sources: Sources) -> tuple[DropRate, float] | None:
         if isinstance(number, _Zero):
             return number.source
         return sources.get(number) if isinstance(number, float) else None
-
-    def _miss(self, op: Op, how: str) -> None:
-        assert op.call is not None
-        layers = self.out_of_reach.setdefault(f"{op.call.type} calls {op.name} {how}", [])
-        if op.call.name not in layers:
-            layers.append(op.call.name)
 
 
 def _keeps(trace: Trace, op: Op) -> bool | None:

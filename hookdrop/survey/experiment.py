@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hookdrop.survey.isolation import call, restored_after, restored_objects, set_eval
+from hookdrop.survey.isolation import Training, call, restored_after, restored_objects, set_modes
 from hookdrop.utils.select import named_layers
 
 T = TypeVar("T")
@@ -19,9 +19,13 @@ NOTHING: Mapping[str, Edit] = {}
 
 
 def experiment(
-    model: nn.Module, example: Any, watch: Callable[[str, str, Any], T | None], edits: Mapping[str, Edit] = NOTHING
+    model: nn.Module,
+    example: Any,
+    watch: Callable[[str, str, Any], T | None],
+    edits: Mapping[str, Edit] = NOTHING,
+    training: Training = False,
 ) -> list[T]:
-    """Call a model in eval mode without gradients, restore it, and return what `watch` has seen, in order.
+    """Call a model without gradients, restore it, and return what `watch` has seen, in order.
 
     Parameters that are almost 0 are random meanwhile. They hide what depends on them: a position bias, the last layer
     of a branch or its scale are often 0 at initialization, and no longer after the first update.
@@ -32,6 +36,7 @@ def experiment(
         watch: called with the name of a layer, `"input"` or `"output"`, and what the layer gets or returns. None is
             left out of the result.
         edits: functions that change the output of layers, by name; `watch` sees the output before.
+        training: as for `record`.
     """
     found: list[T] = []
 
@@ -47,10 +52,10 @@ def experiment(
         return lambda module, args, kwargs: note(name, "input", (args, kwargs)), after
 
     with ExitStack() as stack:
-        stack.enter_context(restored_after(model, trains=False))
+        stack.enter_context(restored_after(model, trains=bool(training)))
         stack.enter_context(restored_objects(model))
         stack.enter_context(torch.no_grad())
-        set_eval(model)
+        set_modes(model, training)
         # Registered last, so that an edit changes what a hook of hookdrop would change.
         for name, module in [(layer.name, layer.module) for layer in named_layers(model)]:
             if not isinstance(module, torch.jit.ScriptModule):

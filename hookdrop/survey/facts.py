@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals
-from hookdrop.survey.drop_rates import DropRates, find_drop_rates, known_drop_rates
+from hookdrop.survey.draws import Line, find_draws
+from hookdrop.survey.drop_rates import DropRates, at_zero, constants_in, find_drop_rates, known_drop_rates
 from hookdrop.survey.examples import Example, examples, fault_of
 from hookdrop.survey.heads import Heads, Scores, find_heads, find_scores
-from hookdrop.survey.isolation import forked_rng, other_hooks
+from hookdrop.survey.isolation import Training, forked_rng, other_hooks
 from hookdrop.survey.layers import LayerCalls, find_skippable, find_streams, layer_calls
 from hookdrop.survey.samples import Samples, Site, growing_axis, is_batched, row_orders, why_no_batch
 from hookdrop.survey.tokens import Patches, find_embedding, find_patches, removable_patches
@@ -190,15 +191,53 @@ class Survey:
 
     @cached_property
     def drop_rates(self) -> DropRates:
-        """The dropout that the model already has. A model that does not run in training mode has its modules only."""
+        """The dropout that the model already has, without rates of 0 at which it skips the drop.
+
+        A model that does not run in training mode has its modules only.
+        """
+        return self._find_drop_rates(skipped=False)
+
+    @cached_property
+    def all_drop_rates(self) -> DropRates:
+        """The same with these rates of 0."""
+        return self._find_drop_rates(skipped=True)
+
+    def _find_drop_rates(self, skipped: bool) -> DropRates:
         for fake in (True, False):
             try:
                 self.forwards += not fake
-                return find_drop_rates(self.model, self.example.value, fake=fake)
+                found = find_drop_rates(self.model, self.example.value, fake=fake, skipped=skipped)
+                active = constants_in(self.trace)  # in eval mode too, so that they need no sampling
+                return replace(found, runners={one: at for one, at in found.runners.items() if one not in active})
             except InjectionError as error:
                 reason = str(error).partition("\n")[2].partition("\n")[0].strip()
         missed = f"functional dropout, as the model does not run in training mode: {reason}"
         return DropRates(tuple(known_drop_rates(self.model)), {missed: ()})
+
+    @cached_property
+    def draws(self) -> Mapping[Line, list[str]]:
+        """The lines of code that draw random numbers on which the output depends, in training mode at drop rates of 0.
+
+        Those of drops whose rate is in the code are left out.
+
+        Raises:
+            InjectionError: the model or the example has no values, or the model does not run in training mode.
+        """
+        known = [(one.layer, one.attribute) for one in self.all_drop_rates.constants]
+        with at_zero(self.model, self.all_drop_rates.rates):
+            return self._draws(True, known)
+
+    @cached_property
+    def draws_in_eval_mode(self) -> Mapping[Line, list[str]]:
+        """The same in eval mode, and at the rates of the model. Modules that stay in training mode do so here."""
+        return self._draws(() if self.model.training else [one for one in self.model.modules() if one.training])
+
+    def _draws(self, training: Training, known: Collection[tuple[str, str]] = ()) -> Mapping[Line, list[str]]:
+        if not self._has_values:
+            raise InjectionError(_NO_VALUES)
+        found, forwards = find_draws(self.model, self.example.value, training, known)
+        self.forwards += forwards
+        return found
 
 
 @contextmanager

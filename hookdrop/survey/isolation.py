@@ -7,10 +7,10 @@ import functools
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CellType, FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from hookdrop.utils.torch_internals import (
     global_forward_hooks,
     version_of,
 )
+
+Training: TypeAlias = bool | Collection[nn.Module]
+"""Whether a model is in training mode, or which of its modules are."""
 
 _SMALL = 2**20  # bytes
 
@@ -67,17 +70,21 @@ def _restored_modes(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def set_eval(model: nn.Module) -> None:
-    """Set only the training flags to eval mode: `eval()` may have side effects, such as merging LoRA weights."""
+def set_modes(model: nn.Module, training: Training = False) -> None:
+    """Set only the training flags: `eval()` may have side effects, such as merging LoRA weights.
+
+    Batch norms stay in eval mode, because in training mode they fail for one small map.
+    """
     for module in model.modules():
-        module.training = False
+        trains = training if isinstance(training, bool) else module in training
+        module.training = trains and not isinstance(module, BatchNorm)
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Set the training flags to eval mode inside, and restore them on exit."""
     with _restored_modes(model):
-        set_eval(model)
+        set_modes(model)
         yield
 
 

@@ -35,7 +35,7 @@ def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
     Raises:
         InjectionError: their training mode does not suffice, or changes more than the drops.
     """
-    known = survey.drop_rates.runners
+    known = survey.all_drop_rates.runners
     runners = {rate: known.get(rate, (rate.layer,)) for rate in rates}
     names = {name for layers in runners.values() for name in layers}
     training = {module for name, module in survey.model.named_modules() if name in names}

@@ -22,26 +22,23 @@ import functools
 import itertools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hookdrop.survey.isolation import call, other_hooks, restored_after, restored_objects
+from hookdrop.survey.isolation import Training, call, other_hooks, restored_after, restored_objects, set_modes
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import bind_arguments, map_leaves, tensors
-from hookdrop.utils.torch_internals import BatchNorm, fake_tensors, storage_of, version_of
-
-Training: TypeAlias = bool | Collection[nn.Module]
-"""Whether a model is in training mode, or which of its modules are."""
+from hookdrop.utils.torch_internals import fake_tensors, storage_of, version_of
 
 
 class Node:
@@ -288,9 +285,7 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.no_grad())
-        for module in model.modules():
-            trains = training if isinstance(training, bool) else module in training
-            module.training = trains and not isinstance(module, BatchNorm)  # which fails for one small map
+        set_modes(model, training)
         if fake:
             recorder.fake_mode = stack.enter_context(fake_tensors())
             example = _map_tensors(example, recorder.fake_mode.from_tensor)

@@ -164,6 +164,7 @@ def remove_function_mode(mode: Any) -> None:
 # --- the backward pass
 
 graph_task: Callable[[], int] = _C._current_graph_task_id  # the id of the running backward pass; -1 if none runs
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr  # that of the next autograd node
 current_node: Callable[[], Any] = _C._current_autograd_node  # the autograd node whose backward is running
 node_sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")

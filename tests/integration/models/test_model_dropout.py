@@ -207,3 +207,43 @@ class TestResidualDropout:
     def test_model_with_dropout_at_0_or_of_attention_is_accepted(self) -> None:
         assert len(inject(gpt2("Model", resid_pdrop=0.0, embd_pdrop=0.0), residual_dropout()).sites) == 4
         assert inject(llama("Model", attention_dropout=0.1), residual_dropout()).sites
+
+
+def test_patch_dropout_of_timm_is_named_as_out_of_reach() -> None:
+    settings = {"img_size": 64, "depth": 2, "num_classes": 5, "patch_drop_rate": 0.5}
+    model = timm.create_model("vit_tiny_patch16_224", **settings).train()
+    found = plan(model, set_dropout(p=0.0), example_input=IMAGES).warnings
+    assert len(found) == 1
+    assert "PatchDropout calls randn in patch_dropout.py" in found[0]
+
+
+SPEECH = ("WavLM", "Hubert", "Wav2Vec2", "UniSpeech", "UniSpeechSat", "SpeechT5")
+
+
+@pytest.mark.parametrize("kind", SPEECH)
+def test_speech_models_have_all_rates_of_their_default_configs(kind: str) -> None:
+    """They also mask time steps with random numbers of NumPy, and have no embedding of a mask that is switched off."""
+    convs = {"conv_dim": (16,), "conv_stride": (20,), "conv_kernel": (20,)}
+    rates = ("layerdrop", "hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout")
+    if kind == "SpeechT5":
+        sizes = {
+            f"{part}_{name}": n
+            for part in ("encoder", "decoder")
+            for name, n in (("layers", 2), ("ffn_dim", 16), ("attention_heads", 2))
+        }
+        config = transformers.SpeechT5Config(hidden_size=32, **sizes, **convs)
+        rates = ("encoder_layerdrop", "decoder_layerdrop", "positional_dropout", *rates[1:])
+        model = transformers.SpeechT5ForSpeechToText(config)
+        inputs = {"input_values": torch.randn(2, 2000), "decoder_input_ids": TOKENS["input_ids"].repeat(2, 1)}
+    else:
+        config = getattr(transformers, f"{kind}Config")(**SIZE, **convs)
+        model, inputs = getattr(transformers, f"{kind}Model")(config), {"input_values": torch.randn(2, 2000)}
+    for step, name in enumerate(rates):
+        assert getattr(config, name) in (0.0, 0.1)
+        setattr(config, name, 0.2 + step / 100)
+    wanted = sorted(getattr(config, name) for name in rates)
+    found = plan(type(model)(config), set_dropout(), example_input=inputs)
+    assert sorted({site.p for site in found.sites}) == wanted
+    assert any("random numbers of Python or NumPy" in text for text in found.warnings)
+    default = plan(model, set_dropout(), example_input=inputs)
+    assert [site.name for site in default.sites] == [site.name for site in found.sites]

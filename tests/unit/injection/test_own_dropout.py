@@ -3,7 +3,8 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hookdrop import Dropout, Injection, InjectionError, LayerError, LinearSchedule, find, inject, without_hooks
 from hookdrop.recipes import set_dropout
@@ -69,6 +71,16 @@ def counts(m: Any, x: Tensor) -> Tensor:
     return drops(m, x)
 
 
+def in_the_code(m: Any, x: Tensor) -> Tensor:
+    """Twice at rates that are numbers in the code, as graph networks do."""
+    return F.dropout(drops(m, x, 0.25), training=m.training)
+
+
+def literal_attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x[None, None]).chunk(3, -1)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if m.training else 0.0)[0, 0]
+
+
 def attending() -> nn.Module:
     return toy(attention, p=0.3, qkv=nn.Linear(8, 24))
 
@@ -88,6 +100,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: nn.Sequential(attending()),
     "a test of values": lambda: nn.Sequential(toy_block(checks_values)),
     "the model itself": Block,
+    "rates in the code": lambda: nn.Sequential(toy_block(in_the_code), toy(lambda m, x: F.dropout(x, 0.2, m.training))),
+    "fused attention with a rate in the code": lambda: nn.Sequential(toy(literal_attention, qkv=nn.Linear(8, 24))),
     "an LSTM": lambda: nn.LSTM(8, 8, 2, dropout=0.3),
     "multi-head attention": lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.3, batch_first=True),
 }
@@ -98,7 +112,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "another container": (lambda m, x: [drops(m, x)] if m.training else drops(m, x), f"{TRAINING} returns something else"),
     "a counter": (counts, f"{TRAINING} calls add"),
     "noise": (lambda m, x: drops(m, x * torch.empty_like(x).uniform_(0.9, 1.1) if m.training else x), f"{TRAINING} calls mul"),
-    "a rate in the code": (lambda m, x: F.dropout(drops(m, x), 0.25, m.training), rf"{TRAINING} drops at a rate of 0\.25 that this injection does not have"),
     "the flag of another module": (by_parent, "p drops only if other modules train"),
 }  # fmt: skip
 
@@ -296,9 +309,86 @@ class TestRefusals:
         with pytest.raises(InjectionError, match="in eval mode only, it calls round"), own.sampling():
             pass
 
-    def test_model_with_rates_in_its_code_only_is_named(self) -> None:
-        with pytest.raises(LayerError, match=r"Toy calls dropout with a rate of 0.25 \('0'\)"):
-            inject(nn.Sequential(toy_block(lambda m, x: drops(m, x, 0.25))), set_dropout(), example_input=X)
+
+class TestRatesInTheCode:
+    def network(self) -> nn.Sequential:
+        return nn.Sequential(toy_block(in_the_code), Block(), nn.Dropout(0.1)).eval()
+
+    def test_they_are_sampled_and_measured_as_by_hand(self) -> None:
+        model = self.network()
+        own = inject(model, set_dropout(), example_input=X)
+        assert [site.name for site in own.sites] == ["1.p", "2", "0.dropout(0.25)", "0.dropout(0.5)"]
+        with own.recording() as r, own.sampling():
+            found = evaluated(model)
+        with training(model[0], model[1], model[2]):
+            assert torch.equal(evaluated(model), found)
+        assert {name: len(r.calls(name)) for name in r} == dict.fromkeys([site.name for site in own.sites], 1)
+        for site in own.probe(X, forwards=20).sites.values():
+            assert site.dropped == pytest.approx(site.asked, abs=0.03)  # 5 standard errors
+
+    def test_they_cannot_be_changed(self) -> None:
+        model = self.network()
+        with pytest.warns(match=r"rates that are numbers in the code \('0.dropout\(0.25\)', '0.dropout\(0.5\)'\)"):
+            own = inject(model, set_dropout(p=0.6), p_scale={"**": 0.5}, example_input=X)
+        assert (own.p, own.target_p, [site.p for site in own.sites]) == (0.6, 0.6, [0.3, 0.3, 0.25, 0.5])
+        with own.disabled(), own.sampling():
+            assert not torch.equal(evaluated(model), evaluated(model, seed=1))
+        own.load_state_dict(own.state_dict())
+        own.remove()
+        with inject(model, set_dropout({"2": 0.5}), example_input=X) as own:
+            assert [site.name for site in own.sites] == ["2"]
+
+    def test_a_model_that_has_no_others(self) -> None:
+        model = nn.Sequential(toy_block(in_the_code)).eval()
+        with pytest.raises(LayerError, match="found no rate that it can change"):
+            inject(model, set_dropout(p=0.1), example_input=X)
+        with pytest.raises(InjectionError, match=r"no rate to drive: 0.25 in the code"):
+            inject(model, set_dropout(), schedule=LinearSchedule(2), example_input=X)
+        with inject(model, set_dropout(), example_input=X).sampling():
+            assert not torch.equal(evaluated(model), evaluated(model, seed=1))
+
+    def test_a_module_at_rate_0_needs_no_sampling(self) -> None:
+        model = nn.Sequential(toy_block(counts), Block()).eval()
+        own = inject(model, set_dropout(), p_scale={"0": 0.0}, example_input=X)
+        with own.sampling():
+            assert not torch.equal(evaluated(model), evaluated(model, seed=1))
+
+
+class TestCheckpoints:
+    @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in the survey
+    @pytest.mark.parametrize("reentrant", [False, True])
+    @pytest.mark.parametrize("samples", [False, True])
+    @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+    def test_a_checkpoint_inside_a_module_recomputes_the_same(
+        self, reentrant: bool, samples: bool, inside: bool
+    ) -> None:
+        def dropped(m: Any, x: Tensor) -> Tensor:
+            return F.dropout(m.linear(x), m.p, m.training).tanh()
+
+        def checkpointed(m: Any, x: Tensor) -> Tensor:
+            return checkpoint(partial(dropped, m), x, use_reentrant=reentrant)
+
+        x, grads = X.clone().requires_grad_(), []
+        weights = nn.Linear(8, 8)
+        for forward in (dropped, checkpointed):
+            model = nn.Sequential(toy(forward, p=0.3, linear=weights)).train(not samples)
+            own = inject(model, set_dropout(), example_input=X)
+            with own.sampling(p=0.6) if samples else nullcontext():
+                loss = seeded(model, x).square().sum()
+                grads += [gradients_of(model, lambda loss=loss: loss)] if inside else []
+            grads += [] if inside else [gradients_of(model, lambda loss=loss: loss)]
+            assert (model[0].training, model[0].p) == (not samples, 0.3)
+        assert all_equal(*grads)
+
+    def test_a_failed_backward_leaves_no_flag_behind(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), toy(lambda m, x: F.dropout(x, m.p, m.training), p=0.3)).eval()
+        own = inject(model, set_dropout(), example_input=X)
+        with own.sampling():
+            hidden = model[0](X)
+            hidden.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model[1](hidden).sum().backward()
+        assert not model[1].training
 
 
 class TestMeasuring:

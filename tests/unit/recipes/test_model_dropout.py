@@ -70,13 +70,41 @@ def rates(model: Any) -> list[float]:
 
 
 class TestPlan:
-    def test_it_lists_the_rates_and_what_is_out_of_reach(self) -> None:
+    def test_it_lists_the_rates_also_those_in_the_code(self) -> None:
         model = nn.Sequential(nn.Dropout(0.1), Block(SimpleNamespace(dropout=0.2)))
         found = plan(model, set_dropout(), example_input=X)
-        assert [(site.name, site.p) for site in found.sites] == [("0", 0.1), ("1.rate", 0.0), ("1.config.dropout", 0.2)]
-        assert found.warnings == ["out of reach, so it stays as it is: Block calls dropout with a rate of 0.25 ('1')"]
+        wanted = [("0", 0.1), ("1.rate", 0.0), ("1.config.dropout", 0.2), ("1.dropout(0.25)", 0.25)]
+        assert [(site.name, site.p) for site in found.sites] == wanted
+        assert found.warnings == []
+        assert "0.25 in the code: can be sampled, not changed" in str(found)
         assert "Block.config.dropout (now 0.2)" in str(found)
         assert (model[0].p, model[1].rate) == (0.1, 0.0)
+
+    def test_what_still_draws_at_rate_0_is_named_with_module_and_line(self) -> None:
+        def bernoulli(m: Any, x: Tensor) -> Tensor:
+            return x * torch.bernoulli(torch.full_like(x, m.keep)) if m.training else x
+
+        layers = nn.Dropout(0.1), toy(bernoulli, keep=0.5), nn.Dropout(0.2), toy(bernoulli, keep=0.5)
+        model = nn.Sequential(*layers)
+        with pytest.warns(match=r"out of reach.*Toy calls bernoulli in test_model_dropout.py, line \d+ \('1', '3'\)"):
+            inject(model, set_dropout(p=0.0), example_input=X)
+        twin = nn.Sequential(*layers[::2])
+        assert plan(twin, set_dropout(p=0.0), example_input=X).warnings == []
+
+    def test_dropout_in_eval_mode_is_named(self) -> None:
+        class Always(nn.Dropout):
+            def train(self, mode: bool = True) -> Any:
+                return super().train(True)
+
+        parts = (
+            toy(lambda m, x: F.dropout(x, m.rate), rate=0.1),
+            toy(lambda m, x: F.dropout(x, m.rate, m.training), rate=0.1),
+        )
+        model = nn.Sequential(*parts, Always(0.5))
+        random = [
+            text for text in plan(model.eval(), set_dropout(), example_input=X).warnings if "in eval mode" in text
+        ]
+        assert [re.findall(r"\('(.*)'\)", text) for text in random] == [["0"], ["2"]]
 
     def test_without_an_example_it_lists_modules_and_says_so(self) -> None:
         found = plan(nn.Sequential(nn.Dropout(0.1), Block(SimpleNamespace(dropout=0.2))), set_dropout())

@@ -64,26 +64,46 @@ FOUND: dict[str, nn.Module] = {
         lambda net, x: x * torch.bernoulli(torch.full(size=x.shape, fill_value=1 - net.rate)), rate=0.05
     ),
 }
-KEEP = "with keep, which may be the probability to keep"
-OUT_OF_REACH: dict[str, tuple[nn.Module, str]] = {
-    "a literal": (toy(lambda net, x: F.dropout(x, 0.3, net.training)), "dropout with a rate of 0.3"),
-    "the default": (toy(lambda net, x: F.dropout(x)), "dropout with a rate of 0.5"),
-    "arithmetic": (toy(lambda net, x: F.dropout(x, 1 - net.keep), keep=0.9), "dropout with a rate of 0.1"),
-    "a list": (toy(lambda net, x: F.dropout(x, net.rates[0]), rates=[0.3]), "dropout with a rate of 0.3"),
-    "a module created in each call": (toy(lambda net, x: nn.Dropout(0.3)(x)), "dropout with a rate of 0.3"),
-    "a literal mask": (toy(lambda net, x: x * torch.empty(4, 1, 1).bernoulli_(0.7)), "bernoulli with a probability of 0.7"),
-    "a probability to keep": (toy(lambda net, x: x * torch.empty_like(x).bernoulli_(net.keep), keep=0.9), f"bernoulli {KEEP}"),
-    "a small probability to keep": (toy(lambda net, x: x * (torch.rand_like(x) < net.keep), keep=0.3), f"lt {KEEP}"),
-    "a small probability to select": (toy(lambda net, x: torch.where(torch.rand_like(x) < net.keep, x, 0.0), keep=0.3), f"lt {KEEP}"),
-    "a large probability to go on": (toy(lambda net, x: x * 2 if torch.rand(()) < net.keep else x, keep=0.9), f"lt {KEEP}"),
-    "a mask of what is not kept": (toy(lambda net, x: x.masked_fill(torch.rand_like(x) > net.keep, 0.0), keep=0.3), f"gt {KEEP}"),
-}  # fmt: skip
-NO_DROPOUT: dict[str, nn.Module] = {
+CONSTANTS: dict[str, tuple[nn.Module, float]] = {
+    "a literal": (toy(lambda net, x: F.dropout(x, 0.3, net.training)), 0.3),
+    "the default": (toy(lambda net, x: F.dropout(x, training=net.training)), 0.5),
+    "arithmetic": (toy(lambda net, x: F.dropout(x, 1 - net.keep, net.training), keep=0.75), 0.25),
+    "a list": (toy(lambda net, x: F.dropout(x, net.rates[0], net.training), rates=[0.3]), 0.3),
+    "a module created in each call": (toy(lambda net, x: nn.Dropout(0.3)(x)), 0.3),
+    "fused attention": (toy(lambda net, x: attention(x, 0.3 if net.training else 0.0)), 0.3),
+}
+NEITHER: dict[str, nn.Module] = {
+    "a literal mask": toy(lambda net, x: x * torch.empty(4, 1, 1).bernoulli_(0.7)),
+    "a probability to keep": toy(lambda net, x: x * torch.empty_like(x).bernoulli_(net.keep), keep=0.9),
+    "a small probability to keep": toy(lambda net, x: x * (torch.rand_like(x) < net.keep), keep=0.3),
+    "a small probability to select": toy(lambda net, x: torch.where(torch.rand_like(x) < net.keep, x, 0.0), keep=0.3),
+    "a large probability to go on": toy(lambda net, x: x * 2 if torch.rand(()) < net.keep else x, keep=0.9),
+    "a mask of what is not kept": toy(lambda net, x: x.masked_fill(torch.rand_like(x) > net.keep, 0.0), keep=0.3),
     "eval mode": toy(lambda net, x: F.dropout(x, 0.3, training=False)),
-    "a rate of 0": toy(lambda net, x: F.dropout(x, 0.0)),
+    "a constant rate of 0": toy(lambda net, x: F.dropout(x, 0.0)),
     "a random number below 1": toy(lambda net, x: x * (torch.rand_like(x) < 1.0)),
     "other numbers": toy(lambda net, x: F.layer_norm(x, (8,), eps=net.eps) * net.gain + (x > net.limit), eps=1e-5, gain=0.5, limit=0.1),
 }  # fmt: skip
+
+
+class Masked(nn.Module):
+    """Has a part only where a number is not 0, as the mask embedding of Wav2Vec2."""
+
+    def __init__(self, mask_prob: float = 0.0) -> None:
+        super().__init__()
+        self.rate, self.mask_prob = 0.1, mask_prob
+        if mask_prob > 0:
+            self.embedding = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask_prob > 0:
+            x = torch.where(torch.rand(x.shape[:-1])[..., None] < self.mask_prob, self.embedding, x)
+        return F.dropout(x, self.rate, self.training)
+
+
+def exact(net: Any, x: Tensor) -> Tensor:
+    """Fails at any other value of one of its numbers."""
+    return F.dropout(x, net.rate, net.training) * {0.25: 1.0}[net.scale]
 
 
 def rates(model: nn.Module, example: Any = X, **settings: Any) -> list[tuple[str, str]]:
@@ -94,27 +114,34 @@ def rates(model: nn.Module, example: Any = X, **settings: Any) -> list[tuple[str
 class TestForwards:
     @pytest.mark.parametrize("name", FOUND)
     def test_attribute_that_a_drop_reads_is_found(self, name: str, fake: bool) -> None:
-        found = find_drop_rates(nn.Sequential(nn.Identity(), FOUND[name]), X, fake=fake)
+        found = find_drop_rates(nn.Sequential(nn.Identity(), FOUND[name]), X, fake=fake, skipped=True)
         assert [(rate.layer, rate.attribute) for rate in found.rates] == [("1", "rate")]
         assert found.out_of_reach == {}
 
-    @pytest.mark.parametrize("name", OUT_OF_REACH)
-    def test_drop_that_reads_no_attribute_is_out_of_reach(self, name: str, fake: bool) -> None:
-        model, text = OUT_OF_REACH[name]
+    @pytest.mark.parametrize("name", CONSTANTS)
+    def test_drop_with_a_rate_in_the_code_is_named_with_it(self, name: str, fake: bool) -> None:
+        model, rate = CONSTANTS[name]
         found = find_drop_rates(nn.Sequential(model), X, fake=fake)
+        assert [(one.layer, one.constant) for one in found.constants] == [("0", rate)]
         assert found.rates == ()
-        assert found.out_of_reach == {f"Toy calls {text}": ("0",)}
 
-    @pytest.mark.parametrize("name", NO_DROPOUT)
+    @pytest.mark.parametrize("name", NEITHER)
     def test_other_numbers_are_no_rates(self, name: str, fake: bool) -> None:
-        found = find_drop_rates(NO_DROPOUT[name], X, fake=fake)
-        assert (found.rates, found.out_of_reach) == ((), {})
+        found = find_drop_rates(NEITHER[name], X, fake=fake)
+        assert (found.rates, found.out_of_reach, found.constants) == ((), {}, [])
+
+    @pytest.mark.parametrize("skipped", [False, True])
+    def test_number_that_must_keep_its_value_hides_no_rate(self, skipped: bool, fake: bool) -> None:
+        nets = [Masked(), *(toy(exact, rate=0.1 * i, scale=0.25) for i in range(5)), Masked(0.5)]
+        found = find_drop_rates(nn.Sequential(*nets), X, fake=fake, skipped=skipped)
+        wanted = [(str(i), "rate") for i in range(7)]
+        assert [(one.layer, one.attribute) for one in found.rates if one.attribute == "rate"] == wanted
 
 
 class TestKinds:
     def test_drops_of_samples(self) -> None:
         nets = [FOUND[key] for key in ("positional", "timm's drop path", "transformers' drop path", "a skipped layer")]
-        found = find_drop_rates(nn.Sequential(*nets), X)
+        found = find_drop_rates(nn.Sequential(*nets), X, skipped=True)
         assert sorted(rate.layer for rate in found.per_sample) == ["1", "2"]
 
     def test_drops_beside_the_hidden_states(self) -> None:
@@ -133,10 +160,6 @@ class TestKinds:
 
 
 class TestPlaces:
-    def test_rate_in_a_tensor_is_out_of_reach(self) -> None:
-        model = toy(lambda net, x: F.dropout(x, net.p), p=torch.tensor(0.3))
-        assert list(find_drop_rates(model, X, fake=False).out_of_reach) == ["Toy calls dropout with a rate of a tensor"]
-
     def test_rate_in_a_config_object_is_found_once(self) -> None:
         config = SimpleNamespace(dropout=0.3, other=0.5)
         nets = [toy(lambda net, x: F.dropout(x, net.cfg.dropout, net.training), cfg=config) for _ in range(2)]

@@ -170,6 +170,8 @@ CANARIES: dict[str, Callable[[], object]] = {
     "current_node": lambda: inside_backward(lambda _: internals.current_node().name()) == "LookBackward",
     # Without it, a checkpoint's recompute counts as a new forward, at the current rate.
     "graph_task": lambda: internals.graph_task() == -1 != inside_backward(lambda _: internals.graph_task()),
+    # Without it, a checkpoint inside a sampled module recomputes without the dropout.
+    "at_end_of_backward": lambda: inside_backward(lambda _: internals.at_end_of_backward(list)) is None,
     # Without it (since PyTorch 2.8), every training forward is treated as checkpointed, and its rate is remembered.
     "saved_tensors_hooks": lambda: (
         torch.__version__ < (2, 8)

@@ -1,0 +1,201 @@
+"""Find the random numbers that a forward depends on: change those of one line of code, and compare the outputs."""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hookdrop.survey.experiment import experiment
+from hookdrop.survey.isolation import Training, forked_rng
+from hookdrop.utils.tensor_tree import map_leaves, tensors
+
+
+class Line(NamedTuple):
+    """A line of code, outside of PyTorch, that calls a function of it."""
+
+    function: str
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.function} in {Path(self.file).name}, line {self.number}"
+
+
+TRIES = 32
+"""From how many seeds the random numbers of a line are drawn, to take those with the smallest and the largest sum.
+
+So a comparison with a random number has both outcomes, unless one is very rare.
+"""
+
+
+def find_draws(
+    model: nn.Module, example: Any, training: Training, known: Collection[tuple[str, str]] = ()
+) -> tuple[Mapping[Line, list[str]], int]:
+    """Return the lines that draw random numbers on which the output depends, and how many forwards this took.
+
+    Each line has the names of the modules that run it. The names are empty for the first line that shows random numbers
+    of Python or NumPy.
+
+    Args:
+        model, example, training: as for `experiment`.
+        known: names of modules with functions whose draws are known, and left out.
+    """
+    modules = {module: name for name, module in reversed([*model.named_modules()])}
+    found, forwards = dict[Line, list[str]](), 0
+
+    def run(*settings: Any) -> _Run:
+        nonlocal forwards
+        forwards += 1
+        return _Run(model, example, training, *settings)
+
+    with forked_rng(model):
+        base = run()
+        for line, ran in base.mode.drawn.items():
+            names = [modules[one] for one in ran if one in modules]
+            if names and {(name, line.function) for name in names} <= {*known}:
+                continue
+            if any(run(line, choose).differs(base) for choose in (min, max)):
+                found[line] = names
+        if base.draws_elsewhere:
+            others = (run(None, min, seed) for seed in range(1, 5))
+            if (other := next((one for one in others if one.differs(base)), None)) is not None:
+                found.setdefault(run(None, min, 0).parting(other), [])
+    return found, forwards
+
+
+class _Run:
+    """One forward, in which each line of code draws from a seed of its own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        training: Training,
+        changed: Line | None = None,
+        choose: Callable[..., int] = min,
+        seed: int | None = None,
+    ) -> None:
+        devices = {x.device.type for x in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
+        self.mode = _Seeds(changed, choose, devices, notes_steps=seed is not None)
+        self.draws_elsewhere = False
+        """Whether Python's or NumPy's generator was used."""
+        before: list[Any] = []
+
+        def watch(name: str, at: str, value: Any) -> list[Tensor] | None:
+            if name:
+                return None
+            if at == "input":
+                _seed_others(seed or 0)
+                before.append(_others())
+                return None
+            self.draws_elsewhere |= _others() != before.pop()
+            return [x.detach().clone() for x in tensors(value)]
+
+        with self.mode:
+            self.outputs = experiment(model, example, watch, training=training)
+
+    def differs(self, other: _Run) -> bool:
+        pairs = [zip(*both, strict=False) for both in zip(self.outputs, other.outputs, strict=False)]
+        return not all(
+            x.shape == y.shape and torch.allclose(x, y, 0, 0, equal_nan=True) for one in pairs for x, y in one
+        )
+
+    def parting(self, other: _Run) -> Line:
+        """The first line that computes something else than in another forward."""
+        both = zip(self.mode.steps, other.mode.steps, strict=False)
+        return next((one[0] for one, two in both if one != two), self.mode.steps[-1][0])
+
+
+class _Seeds(TorchFunctionMode):
+    """Seeds PyTorch's generators before each function, by its line and the number of calls there.
+
+    Of the results of the line `changed` from several seeds, it chooses the one with the smallest or the largest sum.
+    """
+
+    def __init__(
+        self, changed: Line | None, choose: Callable[..., int], devices: Collection[str], notes_steps: bool
+    ) -> None:
+        super().__init__()
+        self.drawn: dict[Line, dict[nn.Module, None]] = {}
+        """The lines that drew, with the modules that ran them."""
+        self.steps: list[tuple[Line, float]] = []
+        """The lines in the order of execution, with a sum of what they computed."""
+        self._changed, self._choose, self._calls = changed, choose, Counter[Line]()
+        self._notes_steps = notes_steps
+        self._modules: list[Any] = [torch.get_device_module(device) for device in devices]
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frames = list(_frames(sys._getframe(1)))
+        line = _line(getattr(function, "__name__", "?").strip("_"), frames)
+        self._calls[line] += 1
+        seed = zlib.crc32(repr((line, self._calls[line])).encode())
+        if line == self._changed:
+            seed = self._choose(range(seed + 1, seed + TRIES), key=lambda one: self._total(one, function, args, kwargs))
+        self._seed(seed)
+        before = self._states()
+        output = function(*args, **kwargs or {})
+        if not all(map(torch.equal, before, self._states())):
+            self.drawn.setdefault(line, {}).update(dict.fromkeys(_modules(frames)))
+        if self._notes_steps:
+            self.steps.append((line, _total(output)))
+        return output
+
+    def _seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        for module in self._modules:
+            module.manual_seed_all(seed)
+
+    def _total(self, seed: int, function: Any, args: Any, kwargs: Any) -> float:
+        """Return the sum of what a function computes from a seed."""
+        args, kwargs = map_leaves((args, kwargs or {}), lambda x: x.clone() if isinstance(x, Tensor) else x)
+        self._seed(seed)
+        return _total(function(*args, **kwargs))
+
+    def _states(self) -> list[Tensor]:
+        states = (state for module in self._modules for state in module.get_rng_state_all())
+        return [torch.default_generator.get_state(), *states]
+
+
+def _total(value: Any) -> float:
+    """Return the sum of all numbers, each with a weight of its own, so that a mask with other places has another."""
+    dense = (x.detach() for x in tensors(value) if x.layout == torch.strided and not x.is_complex())
+    flat = (x.double().nan_to_num().flatten() for x in dense)
+    return sum(float(x @ torch.linspace(1, 2, len(x), dtype=x.dtype, device=x.device)) for x in flat)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _line(function: str, frames: Iterable[FrameType]) -> Line:
+    """Return the running line, outside of PyTorch."""
+    own = next(one for one in frames if not str(one.f_globals.get("__name__")).startswith("torch."))
+    return Line(function, own.f_code.co_filename, own.f_lineno)
+
+
+def _modules(frames: Iterable[FrameType]) -> list[nn.Module]:
+    """Return the innermost running module."""
+    return [frame.f_locals["self"] for frame in frames if frame.f_code is nn.Module._call_impl.__code__][:1]
+
+
+def _seed_others(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _others() -> str:
+    """Return the states of the generators of Python and NumPy."""
+    return f"{random.getstate()} {sys.modules['numpy'].random.get_state() if 'numpy' in sys.modules else ''}"
