@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from hookdrop.utils.torch_internals import (
     has_faulty_random_kernels,
     recomputes_forward,
 )
+
+Drawn = TypeVar("Drawn")
 
 
 def rand(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -49,11 +51,10 @@ def randn_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _random(kind: str, high: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     if not _must_not_fuse(device):
         return _numbers(kind, high, tuple(shape), dtype=dtype, device=device)
-    numbers: Tensor = replayed(_NUMBERS, kind, high, shape, dtype=dtype, device=device)
-    return numbers
+    return replayed(_NUMBERS, kind, high, shape, dtype=dtype, device=device)
 
 
-def replayed(operator: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+def replayed(operator: Callable[..., Drawn], *args: Any, **settings: Any) -> Drawn:
     """Call a random operator. If compiled code recomputes it in the backward pass, the result is the same."""
     if not (is_compiling() and recomputes_forward()):
         return operator(*args, **settings)
@@ -89,7 +90,7 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     return getattr(torch.ops.hookdrop, name).default
 
 
-_NUMBERS = operator(
+_NUMBERS: Callable[..., Tensor] = operator(
     # PyTorch finds the device of an operator without tensors only in a keyword argument.
     "random_numbers(str kind, SymInt high, SymInt[] size, *, ScalarType dtype, Device device) -> Tensor",
     _numbers,
