@@ -91,9 +91,7 @@ class InjectionCallback(Placement, TrainerCallback, ExportableState):
             self.on_train_begin(args, state, control, **kwargs)
         self._seek(state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leave the hooks on the model, until the next training."""
         self._leave()
 
@@ -141,9 +139,7 @@ class _Reinstate(TrainerCallback):
     def __init__(self, callback: InjectionCallback, handler: CallbackHandler) -> None:
         self.callback, self.handler = callback, handler
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         callbacks = self.handler.callbacks
         registered = [each.callback for each in callbacks if isinstance(each, _Reinstate)]
         rebuilt = [each for each in callbacks if isinstance(each, InjectionCallback) and each not in registered]

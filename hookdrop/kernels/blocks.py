@@ -48,10 +48,6 @@ class Blocks:
         return torch.int32 if self.places < 2**31 else torch.int64
 
     @cached_property
-    def dilation_passes(self) -> int:
-        return sum(math.ceil(math.log2(block)) for block in self.blocks)
-
-    @cached_property
     def elements_per_sample(self) -> int:
         """The number of mask elements of one sample."""
         return self.channels * math.prod(self.sizes)

@@ -6,6 +6,7 @@ graph serves all rates.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ def drop_block(
     if vmap_randomness():
         sizes = [size for axis, size in enumerate(x.shape) if axis not in (0, channel)]
         return drawing.drop_blocks_in_vmap(x, p, _SEED_RATE(p, sizes, kind[0], gamma), *kind, normalize)
-    y: Tensor = _MASK(x, *replayed(_DRAW, x.detach(), p, *kind, gamma, normalize), *kind)
-    return y
+    return _MASK(x, *replayed(_DRAW, x.detach(), p, *kind, gamma, normalize), *kind)
 
 
 def draw_elements(x: Tensor, p: Tensor) -> Tensor:
@@ -36,8 +36,7 @@ def draw_elements(x: Tensor, p: Tensor) -> Tensor:
     if vmap_randomness() or x.device.type != "cpu":
         return rand_like(x, torch.float32) < p
     # Compiled code fuses random numbers into the kernels that use them, but draws them slowly on the CPU.
-    dropped: Tensor = replayed(_ELEMENTS, x.detach(), p)
-    return dropped
+    return replayed(_ELEMENTS, x.detach(), p)
 
 
 def _draw(x: Tensor, p: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +105,7 @@ _RANDOM = [
 ]
 
 _KIND = "SymInt[] edges, SymInt channel, bool per_channel"
-_ELEMENTS = operator(
+_ELEMENTS: Callable[..., Tensor] = operator(
     "draw_elements(Tensor x, Tensor p) -> Tensor",
     lambda x, p: drawing.draw_elements(x, rate(p, "p", "Dropout"))[0],
     lambda x, p: torch.empty_like(x, dtype=torch.bool),
@@ -115,7 +114,7 @@ _ELEMENTS = operator(
 _DRAWN = f"Tensor x, Tensor p, {_KIND}, str gamma, str? normalize"
 _DRAW = operator(f"draw_blocks({_DRAWN}) -> (Tensor, Tensor, Tensor)", _draw, _draw_fake, *_RANDOM)
 _MASKED = f"Tensor x, Tensor record, Tensor seeds, Tensor scale, {_KIND}"
-_MASK = operator(f"mask_blocks({_MASKED}) -> Tensor", _mask, lambda x, *_: torch.empty_like(x))
+_MASK: Callable[..., Tensor] = operator(f"mask_blocks({_MASKED}) -> Tensor", _mask, lambda x, *_: torch.empty_like(x))
 torch.library.register_autograd("hookdrop::mask_blocks", _backward, setup_context=_setup_context)
 _SEED_RATE = operator(
     "seed_rate(Tensor p, SymInt[] sizes, SymInt[] edges, str gamma) -> Tensor",

@@ -68,7 +68,8 @@ def _sparse(blocks: Blocks, seed_rate: float) -> bool:
         return False
     seeds = blocks.places * seed_rate
     elements = blocks.samples * blocks.elements_per_sample
-    dense = blocks.places * _TRIAL + elements * (_MASK + _DOUBLING * blocks.dilation_passes)
+    doublings = sum((block - 1).bit_length() for block in blocks.blocks)  # of `Blocks.dilated`
+    dense = blocks.places * _TRIAL + elements * (_MASK + _DOUBLING * doublings)
     return seeds * (_SEED + _WRITE * math.prod(blocks.blocks)) < dense
 
 

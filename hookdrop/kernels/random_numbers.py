@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from hookdrop.kernels import native
+from hookdrop.utils import torch_internals as internals
 from hookdrop.utils.errors import InjectionError
-from hookdrop.utils.torch_internals import (
-    can_replay_random_operators,
-    disable_dynamo,
-    has_faulty_random_kernels,
-    recomputes_forward,
-)
+
+Drawn = TypeVar("Drawn")
 
 
 def rand(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -49,15 +46,14 @@ def randn_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def _random(kind: str, high: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     if not _must_not_fuse(device):
         return _numbers(kind, high, tuple(shape), dtype=dtype, device=device)
-    numbers: Tensor = replayed(_NUMBERS, kind, high, shape, dtype=dtype, device=device)
-    return numbers
+    return replayed(_NUMBERS, kind, high, shape, dtype=dtype, device=device)
 
 
-def replayed(operator: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+def replayed(operator: Callable[..., Drawn], *args: Any, **settings: Any) -> Drawn:
     """Call a random operator. If compiled code recomputes it in the backward pass, the result is the same."""
-    if not (is_compiling() and recomputes_forward()):
+    if not (is_compiling() and internals.recomputes_forward()):
         return operator(*args, **settings)
-    if not can_replay_random_operators():
+    if not internals.can_replay_random_operators():
         # Under fullgraph, PyTorch shows this error. Otherwise, it runs the code uncompiled, which is right.
         raise InjectionError(
             "with an activation_memory_budget below 1, compiled code draws again in the backward pass. PyTorch cannot "
@@ -71,7 +67,9 @@ def replayed(operator: Callable[..., Any], *args: Any, **settings: Any) -> Any:
 
 
 def _must_not_fuse(device: torch.device) -> bool:
-    return is_compiling() and (recomputes_forward() or (device.type == "cuda" and has_faulty_random_kernels()))
+    if not is_compiling():
+        return False
+    return internals.recomputes_forward() or (device.type == "cuda" and internals.has_faulty_random_kernels())
 
 
 def _numbers(kind: str, high: int, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -84,12 +82,12 @@ def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     """Register `function` as an operator that the compiler does not trace into, with its meta implementation."""
     name = schema.partition("(")[0]
     torch.library.define(f"hookdrop::{name}", schema.removeprefix(name), tags=tags)
-    torch.library.impl(f"hookdrop::{name}", "default")(disable_dynamo(function))
+    torch.library.impl(f"hookdrop::{name}", "default")(internals.disable_dynamo(function))
     torch.library.register_fake(f"hookdrop::{name}")(fake)
     return getattr(torch.ops.hookdrop, name).default
 
 
-_NUMBERS = operator(
+_NUMBERS: Callable[..., Tensor] = operator(
     # PyTorch finds the device of an operator without tensors only in a keyword argument.
     "random_numbers(str kind, SymInt high, SymInt[] size, *, ScalarType dtype, Device device) -> Tensor",
     _numbers,

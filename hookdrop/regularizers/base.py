@@ -214,12 +214,8 @@ def drops_elements(regularizer: Regularizer) -> bool:
 
 def rows_alone(regularizer: Regularizer) -> int:
     """Return `independent_samples`, or 0 if a subclass overrides `regularize` without defining it again."""
-    for cls in type(regularizer).__mro__:
-        if "independent_samples" in vars(cls):
-            return int(regularizer.independent_samples)
-        if "regularize" in vars(cls):
-            return 0
-    return 0
+    nearest = next(cls for cls in type(regularizer).__mro__ if {"independent_samples", "regularize"} & {*vars(cls)})
+    return int(regularizer.independent_samples) if "independent_samples" in vars(nearest) else 0
 
 
 class DropRegularizer(Regularizer):

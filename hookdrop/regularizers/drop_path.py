@@ -44,11 +44,8 @@ def drop_path(
         order = rand((len(x),), torch.float32, x.device).argsort().argsort()
         return _keep(x, (order < kept).view(-1, *rest), len(x) / kept if scale else 1.0)
     if rows != SampleRows():
-        shape = [1] * x.dim()
-        shape[rows.axis] = -1
-        return _keep(
-            x, rows.repeat(slice_mask(x, p, (rows.samples(x),)), x).view(shape), keep_scale(p) if scale else 1.0
-        )
+        kept_N = slice_mask(x, p, (rows.samples(x),))
+        return _keep(x, rows.repeat(kept_N, x), keep_scale(p) if scale else 1.0)
     draws = (x.shape[0] if mode == "row" else 1, *rest)
     return slice_dropout(x, p, draws) if scale else x * slice_mask(x, p, draws)
 

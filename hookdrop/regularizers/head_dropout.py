@@ -44,9 +44,7 @@ def head_dropout(
     kept_NH = (index == first) | ((index > first) & (uniform[:, 1:] >= p))
     wide = torch.promote_types(x.dtype, torch.float32)
     factor_NH = kept_NH.to(wide) * (heads / kept_NH.sum(1, keepdim=True, dtype=wide))
-    shape = [1] * (x.dim() - 1)
-    shape[rows.axis] = -1
-    factor = rows.repeat(factor_NH, x).view(*shape, *((1, heads) if interleaved else (heads, 1)))
+    factor = rows.repeat(factor_NH, x).unsqueeze(-2 if interleaved else -1)
     by_head = x.reshape(*x.shape[:-1], *((-1, heads) if interleaved else (heads, -1)))
     return (by_head * factor).flatten(-2).to(x.dtype)
 

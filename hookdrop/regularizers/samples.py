@@ -37,13 +37,12 @@ class SampleRows:
         return self.count
 
     def repeat(self, values: Tensor, x: Tensor) -> Tensor:
-        """Repeat values (N, ...) for the rows of each sample: (rows, ...)."""
-        count, size = len(values), x.shape[self.axis]
-        if count == size:
-            return values
-        by_row = values.unsqueeze(0 if self.interleaved else 1)
-        order = (size // count, count) if self.interleaved else (count, size // count)
-        return by_row.expand(*order, *values.shape[1:]).reshape(size, *values.shape[1:])
+        """Repeat values (N, *features) for the rows of each sample: (..., rows, ..., *features), 1 along other axes."""
+        times, features = x.shape[self.axis] // max(len(values), 1), values.shape[1:]
+        by_row = values.repeat(times, *[1] * len(features)) if self.interleaved else values.repeat_interleave(times, 0)
+        shape = [1] * (x.dim() - len(features))
+        shape[self.axis] = -1
+        return by_row.view(*shape, *features)
 
 
 def sample_place(value: object, owner: str) -> SamplePlace | None:

@@ -89,6 +89,10 @@ class _StyleRegularizer(Regularizer):
     mixes_samples = True
     axes = "N C H W"
 
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.p = self.rate.valid(p, self.title)
+
     def check(self, shape: Sequence[int]) -> None:
         super().check(shape)
         _check_pixels(shape)
@@ -115,8 +119,7 @@ class MixStyle(_StyleRegularizer):
     """
 
     def __init__(self, p: float = 0.5, alpha: float = 0.1) -> None:
-        super().__init__()
-        self.p = self.rate.valid(p, self.title)
+        super().__init__(p)
         self.alpha = positive(alpha, "alpha", self.title)
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
@@ -147,7 +150,3 @@ class DSU(_StyleRegularizer):
     """
 
     regularize = staticmethod(dsu)
-
-    def __init__(self, p: float = 0.5) -> None:
-        super().__init__()
-        self.p = self.rate.valid(p, self.title)

@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, Self, TypeAlias
 
@@ -58,11 +59,9 @@ def regularizer_checks(regularizer: Any, example: Tensor | None = None, expected
 
 def _example(regularizer: Regularizer) -> Tensor:
     for shape in SHAPES:
-        try:
+        with suppress(ShapeError):
             regularizer.check(shape)
-        except ShapeError:
-            continue
-        return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            return torch.randn(shape, generator=torch.Generator().manual_seed(0))
     raise ValueError(f"check_regularizer: {regularizer!r} accepts none of the shapes {SHAPES}.\n  pass example=x")
 
 

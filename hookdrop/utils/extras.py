@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from importlib.metadata import PackageNotFoundError, distribution, requires
+from importlib.metadata import distributions, requires
 from pathlib import Path
 
 _PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -15,7 +15,7 @@ def missing_packages(module: str, *extras: str) -> str:
     """Return the message for a module that cannot be imported. It names all packages of the extras that are missing."""
     declared = _declared()
     needed = [one for extra in extras for one in _flat(extra, declared)]
-    absent = [one for one in dict.fromkeys([*declared[""], *needed]) if not _is_installed(_name(one))]
+    absent = [one for one in dict.fromkeys([*declared[""], *needed]) if not any(distributions(name=_name(one)))]
     names = [*map(_name, absent)] or [module]
     command = shlex.join(["pip", "install", *(absent or needed)])
     return (
@@ -48,11 +48,3 @@ def _flat(extra: str, declared: dict[str, list[str]]) -> list[str]:
 
 def _name(requirement: str) -> str:
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        distribution(name)
-    except PackageNotFoundError:
-        return False
-    return True

@@ -224,17 +224,13 @@ def matches(everything: Sequence[Layer], entry: Entry) -> tuple[list[Layer], boo
         return [layer for layer in everything if layer.module is entry or entry in layer.wrappers], True
     if isinstance(entry, type):
         return [x for x in everything if any(isinstance(m, entry) for m in (x.module, *x.wrappers))], False
+    accepts: Any = (lambda name, _: entry.fullmatch(name)) if isinstance(entry, re.Pattern) else entry
+    inside = [layer for layer in everything if layer.name]
     # Only if no name without wrappers matches, the names that `named_modules()` of the wrapper gives.
     for names in attrgetter("aliases"), attrgetter("wrapped_names"):
-        if found := [
-            layer for layer in everything if layer.name and any(_accepts(entry, n, layer) for n in names(layer))
-        ]:
+        if found := [layer for layer in inside if any(accepts(name, layer.module) for name in names(layer))]:
             return found, False
     return [], False
-
-
-def _accepts(entry: re.Pattern[str] | Predicate, name: str, layer: Layer) -> bool:
-    return bool(entry.fullmatch(name) if isinstance(entry, re.Pattern) else entry(name, layer.module))
 
 
 def _glob_matches(pattern: str, layer: Layer) -> bool:

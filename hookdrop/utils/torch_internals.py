@@ -45,10 +45,7 @@ HOOK_TABLES = (
 )
 """The module attributes that map ids to hooks, each with the attributes that hold flags of these hooks."""
 
-global_forward_hooks: tuple[dict[int, Any], ...] = (
-    _module._global_forward_pre_hooks,
-    _module._global_forward_hooks,
-)
+global_forward_hooks: tuple[dict[int, Any], ...] = (_module._global_forward_pre_hooks, _module._global_forward_hooks)
 """The hooks that run at every call of any module."""
 
 

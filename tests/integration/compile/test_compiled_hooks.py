@@ -446,7 +446,7 @@ class TestWarningsAndErrors:
 
     @pytest.mark.filterwarnings("ignore:Dynamo does not know", "ignore:The .grad attribute")  # raised by dynamo
     def test_pytorch_before_2_11_needs_a_budget_of_1(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(random_numbers, "can_replay_random_operators", lambda: False)
+        monkeypatch.setattr(random_numbers.internals, "can_replay_random_operators", lambda: False)
         model = site()
         inject(model, DropPath(0.5), layers="site")
         self.check_unsupported(model, torch.ones(64, 4))
@@ -510,7 +510,7 @@ def test_numbers_that_are_not_fused_have_the_right_rate(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("faulty", [True, False])
 def test_draws_on_cuda_are_fused_unless_that_is_faulty(faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On fake tensors. If fused numbers are faulty, every regularizer draws by an operator that cannot be fused."""
-    monkeypatch.setattr(random_numbers, "has_faulty_random_kernels", lambda: faulty)
+    monkeypatch.setattr(random_numbers.internals, "has_faulty_random_kernels", lambda: faulty)
     monkeypatch.setattr(triton_dropblock, "usable", lambda device: False)
     cases = list(ONE_OF_EACH.values()) if faulty else [ONE_OF_EACH[GaussianDropout]]
     drawing: set[Any] = set()
