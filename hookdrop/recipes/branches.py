@@ -240,12 +240,14 @@ _OF_MAPS = CONVS | {"batch_norm", "group_norm", "instance_norm"}
 
 
 def _check_no_dropout(model: nn.Module, survey: Survey, layers: tuple[str, ...]) -> None:
-    for rate in survey.drop_rates.rates:
-        value, name = attrgetter(rate.attribute)(model.get_submodule(rate.layer)), f"{rate.layer}.{rate.attribute}"
+    for rate in (*survey.drop_rates.rates, *survey.drop_rates.constants):
+        value = rate.constant or attrgetter(rate.attribute)(model.get_submodule(rate.layer))
+        name = f"{rate.layer}.{rate.attribute}"
         if value and name.startswith(layers) and rate not in survey.drop_rates.aside:
+            fix = "it is a number in the code" if rate.constant else "change it: inject(model, set_dropout(p=p))"
             raise InjectionError(
                 f"residual_dropout: the model already has dropout: {name} is {value:g}.\n"
-                "  change it: inject(model, set_dropout(p=p))   list all: print(hookdrop.plan(model, set_dropout()))"
+                f"  {fix}   list all: print(hookdrop.plan(model, set_dropout()))"
             )
 
 
