@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hookdrop.survey.isolation import call, restored_after, restored_objects, set_eval
-from hookdrop.utils.select import named_layers
+from hookdrop.survey.isolation import call, hooked, restored_after, restored_objects, set_eval
 
 T = TypeVar("T")
 Edit = Callable[[Any], Any]
@@ -39,24 +37,15 @@ def experiment(
         if (seen := watch(name, at, value)) is not None:
             found.append(seen)
 
-    def hooks(name: str) -> tuple[Callable[..., None], Callable[..., Any]]:
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            note(name, "output", output)
-            return edits[name](output) if name in edits else None
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        note(name, "input", (args, kwargs))
 
-        return lambda module, args, kwargs: note(name, "input", (args, kwargs)), after
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        note(name, "output", output)
+        return edits[name](output) if name in edits else None
 
-    with ExitStack() as stack:
-        stack.enter_context(restored_after(model, trains=False))
-        stack.enter_context(restored_objects(model))
-        stack.enter_context(torch.no_grad())
+    with restored_after(model, trains=False), restored_objects(model), torch.no_grad(), hooked(model, before, after):
         set_eval(model)
-        # Registered last, so that an edit changes what a hook of hookdrop would change.
-        for name, module in [(layer.name, layer.module) for layer in named_layers(model)]:
-            if not isinstance(module, torch.jit.ScriptModule):
-                before, after = hooks(name)
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after).remove)
         values = _random_values(model)
         call((lambda *args, **kwargs: functional_call(model, values, args, kwargs)) if values else model, example)
     return found

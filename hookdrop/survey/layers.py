@@ -58,7 +58,7 @@ def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: 
 
     for call in calls:
         value = call.output if at == "output" else call.arguments
-        value = map_leaves(value, lambda leaf: _on_meta(leaf) if isinstance(leaf, Node) else leaf)
+        value = map_leaves(value, lambda leaf: leaf.without_values() if isinstance(leaf, Node) else leaf)
         several = sum(map(fits, tensors(value)))
         seen.tensor_count = several if several > 1 and tensor is None and at == "output" else 0
         try:
@@ -73,10 +73,6 @@ def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: 
             readers = [one for one in identities if any(_leads_to(call.output, x) for x in one.inputs[:1])]
             seen.identities += [one.name for one in ([call] if _returns_input(call) else []) + readers]
     return seen
-
-
-def _on_meta(node: Node) -> Tensor:
-    return torch.empty(node.shape, dtype=node.dtype, device="meta")
 
 
 def _leads_to(start: Any, node: Node) -> bool:
