@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +11,14 @@ from torch.func import functional_call
 
 from hookdrop.survey.isolation import call, hooked, restored_after, restored_objects, set_eval
 
-T = TypeVar("T")
 Edit = Callable[[Any], Any]
 NOTHING: Mapping[str, Edit] = {}
 
 
 def experiment(
-    model: nn.Module, example: Any, watch: Callable[[str, str, Any], T | None], edits: Mapping[str, Edit] = NOTHING
-) -> list[T]:
-    """Call a model in eval mode without gradients, restore it, and return what `watch` has seen, in order.
+    model: nn.Module, example: Any, watch: Callable[[str, str, Any], object], edits: Mapping[str, Edit] = NOTHING
+) -> None:
+    """Call a model in eval mode without gradients, and restore it.
 
     Parameters that are almost 0 are random meanwhile. They hide what depends on them: a position bias, the last layer
     of a branch or its scale are often 0 at initialization, and no longer after the first update.
@@ -27,28 +26,21 @@ def experiment(
     Args:
         model: the model without wrappers.
         example: what it is called with.
-        watch: called with the name of a layer, `"input"` or `"output"`, and what the layer gets or returns. None is
-            left out of the result.
+        watch: called with the name of a layer, `"input"` or `"output"`, and what the layer gets or returns.
         edits: functions that change the output of layers, by name; `watch` sees the output before.
     """
-    found: list[T] = []
-
-    def note(name: str, at: str, value: Any) -> None:
-        if (seen := watch(name, at, value)) is not None:
-            found.append(seen)
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        note(name, "input", (args, kwargs))
+        watch(name, "input", (args, kwargs))
 
     def after(name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        note(name, "output", output)
+        watch(name, "output", output)
         return edits[name](output) if name in edits else None
 
     with restored_after(model, trains=False), restored_objects(model), torch.no_grad(), hooked(model, before, after):
         set_eval(model)
         values = _random_values(model)
         call((lambda *args, **kwargs: functional_call(model, values, args, kwargs)) if values else model, example)
-    return found
 
 
 def _random_values(model: nn.Module) -> dict[str, Tensor]:

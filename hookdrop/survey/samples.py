@@ -8,7 +8,7 @@ change show their order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,22 +120,21 @@ def row_orders(model: nn.Module, example: Example, two: Trace, three: Trace) -> 
     sites = {site: one for site, one in every.items() if isinstance(one, Samples)}
     sites = {site: one for site, one in sites.items() if site[1] == "output" or one.per_sample > 1}
 
-    def watch(name: str, at: str, value: Any) -> tuple[Site, Tensor] | None:
-        if (name, at) not in sites:
-            return None
-        rows = first_tensor(value).detach().movedim(sites[name, at].axis, 0).flatten(1).float()
-        return (name, at), torch.stack([rows.sum(1), rows.square().sum(1)]).cpu()  # two numbers for each row
+    def run(value: Any) -> dict[Site, list[Tensor]]:
+        seen: dict[Site, list[Tensor]] = {site: [] for site in sites}
+
+        def watch(name: str, at: str, value: Any) -> None:
+            if (name, at) in sites:
+                rows = first_tensor(value).detach().movedim(sites[name, at].axis, 0).flatten(1).float()
+                # Two numbers for each row.
+                seen[name, at].append(torch.stack([rows.sum(1), rows.square().sum(1)]).cpu())
+
+        experiment(model, value, watch)
+        return seen
 
     whole, replaced, index, size = example.one_replaced()
-    before, after = (_by_site(experiment(model, value, watch)) for value in (whole, replaced))
-    return {site: _order(before.get(site, ()), after.get(site, ()), index, size) for site in sites}
-
-
-def _by_site(seen: Iterable[tuple[Site, Tensor]]) -> dict[Site, list[Tensor]]:
-    found: dict[Site, list[Tensor]] = {}
-    for site, x in seen:
-        found.setdefault(site, []).append(x)
-    return found
+    before, after = run(whole), run(replaced)
+    return {site: _order(before[site], after[site], index, size) for site in sites}
 
 
 def _order(before: Sequence[Tensor], after: Sequence[Tensor], index: int, size: int) -> bool | str:

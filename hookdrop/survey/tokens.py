@@ -114,21 +114,20 @@ def _run(
         What the layer returned in each call, and each output after it, by layer, projected to one number for each
         token, or to one number in total.
     """
-    returned: list[Tensor] = []
+    returned, outputs = list[Tensor](), list[tuple[str, Tensor]]()
 
-    def watch(name: str, at: str, value: Any) -> list[tuple[str, Tensor]] | None:
+    def watch(name: str, at: str, value: Any) -> None:
         if at == "output" and name == layer:
             returned.extend(tensors(value)[:1])
         elif at == "output" and not name.startswith(f"{layer}.") and returned and returned[0].dim() > 1:
             length = returned[0].shape[1]
-            return [(name, _projected(x, length)) for x in tensors(value) if x.is_floating_point()]
-        return None
+            outputs.extend((name, _projected(x, length)) for x in tensors(value) if x.is_floating_point())
 
     def edit(output: Any) -> Any:
         return output if chosen is None else map_tensor(output, None, lambda x: x[:, chosen.to(x.device)])
 
-    outputs = experiment(model, example, watch, {layer: edit})
-    return returned, [one for several in outputs for one in several]
+    experiment(model, example, watch, {layer: edit})
+    return returned, outputs
 
 
 def _projected(x: Tensor, length: int) -> Tensor:
