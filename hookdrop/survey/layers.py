@@ -96,11 +96,7 @@ def find_skippable(trace: Trace, residuals: list[Residual], branches: Iterable[B
     branches = list(branches)
     around = [branch.layer for branch in branches if branch.layer != branch.end]
     names = _around_parts(trace, dict.fromkeys(around or [branch.layer for branch in branches]))
-    found = {}
-    for name in names:
-        reasons = [_reason(call, sums) for call in trace.calls_of[name]]
-        found[name] = next(filter(None, reasons), "")
-    return found
+    return {name: next(filter(None, [_reason(call, sums) for call in trace.calls_of[name]]), "") for name in names}
 
 
 def _around_parts(trace: Trace, names: Iterable[str]) -> list[str]:
