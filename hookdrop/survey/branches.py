@@ -136,18 +136,16 @@ class _Search:
                 self._add(residual)
                 continue
             for node in op.outputs:
-                self.roots[node] = [node, *self._inherited_roots(op, node)]
+                inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data]
+                same = op.name in CROPS or all(one.size == node.size for one in inputs)
+                inherits = is_linear(op) and len(inputs) == 1 and same
+                self.roots[node] = [node, *(self.roots.get(inputs[0], inputs) if inherits else ())]
 
     def _add(self, residual: Residual) -> Residual:
         self.found[residual.output] = residual
         residual.ends = [calls for calls in self._ends(residual, residual.branch) if calls]
         self.roots[residual.output] = [residual.output, *self.roots.get(residual.skip, [residual.skip])]
         return residual
-
-    def _inherited_roots(self, op: Op, node: Node) -> list[Node]:
-        inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data]
-        same = op.name in CROPS or all(one.size == node.size for one in inputs)
-        return self.roots.get(inputs[0], [inputs[0]]) if is_linear(op) and len(inputs) == 1 and same else []
 
     def _start(self, node: Node) -> Node:
         """Return the first tensor of the stream that a tensor belongs to."""
@@ -293,11 +291,9 @@ class _Search:
     def _ends(self, residual: Residual, node: Node) -> Iterator[list[Call]]:
         """Yield the candidates for the end of each term of a branch."""
         calls: list[Call] = []
-        while (
-            node.op is not None
-            and node in residual.before
-            and (node in residual.inside or self._is_joined(residual, node))
-        ):
+        while node.op is not None and node in residual.before:
+            if node not in residual.inside and not self._is_joined(residual, node):
+                break
             calls += self._producers(node)
             if node in self.found:
                 if not self.found[node].is_projection or calls:

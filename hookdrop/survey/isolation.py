@@ -102,8 +102,7 @@ def _copied_buffers(model: nn.Module, trains: bool) -> Iterator[None]:
         for table, originals in tables:
             table.clear()
             table.update(originals)
-        modified = [name for name, buffer, version in uncopied if version_of(buffer) != version]
-        if modified:
+        if modified := [name for name, buffer, version in uncopied if version_of(buffer) != version]:
             warn(
                 f"this forward modified {some(modified)}, which {'is' if len(modified) == 1 else 'are'} too large to "
                 "be copied first, so the model keeps the new values.\n"

@@ -5,7 +5,7 @@ A layer can be skipped if it returns its input, apart from residual branches and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,18 +90,16 @@ def _returns_input(call: Call) -> bool:
     return node is not None and node in call.inputs[:1]
 
 
-def find_skippable(trace: Trace, residuals: list[Residual], branches: Iterable[Branch]) -> dict[str, str]:
+def find_skippable(trace: Trace, residuals: list[Residual], branches: Collection[Branch]) -> dict[str, str]:
     """Return the layers around residual branches, each with the reason why it cannot be skipped; empty if it can."""
     sums = {residual.output: residual for residual in residuals}
-    branches = list(branches)
     around = [branch.layer for branch in branches if branch.layer != branch.end]
     names = _around_parts(trace, dict.fromkeys(around or [branch.layer for branch in branches]))
     return {name: next(filter(None, [_reason(call, sums) for call in trace.calls_of[name]]), "") for name in names}
 
 
-def _around_parts(trace: Trace, names: Iterable[str]) -> list[str]:
+def _around_parts(trace: Trace, names: Collection[str]) -> list[str]:
     """Replace blocks by the layer that different kinds of them form: T5's layers are lists of three blocks."""
-    names = list(names)
     repeated = trace.repeated(names)
     calls = {name: trace.calls_of[name][0] for name in names}
     parts: dict[Call, list[Call]] = {}

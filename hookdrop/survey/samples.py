@@ -8,7 +8,7 @@ change show their order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hookdrop.survey.examples import Example
 from hookdrop.survey.experiment import changes, experiment
 from hookdrop.survey.ops import CONVS, COPIES
-from hookdrop.survey.trace import Call, Trace
+from hookdrop.survey.trace import Call, Node, Trace
 from hookdrop.utils.tensor_tree import first_tensor
 
 PLACES = ("output", "input")
@@ -54,7 +54,8 @@ class Samples:
 def growing_axis(two: Trace, three: Trace, name: str, at: str) -> Samples | str:
     """Return the axis and the rows per sample of a layer's first tensor, or why they are unknown."""
     pairs = list(zip(two.calls_of.get(name, []), three.calls_of.get(name, []), strict=False))
-    found = {_growing(_shape(a, at), _shape(b, at)) for a, b in pairs}
+    nodes = [[call.outputs if at == "output" else call.inputs for call in pair] for pair in pairs]
+    found = {_growing(_shape(a), _shape(b)) for a, b in nodes}
     known = [one for one in found if isinstance(one, Samples)]
     if len(known) < len(found) or not known:
         return next((one for one in found if isinstance(one, str)), "it is never called with the example")
@@ -69,8 +70,8 @@ def growing_axis(two: Trace, three: Trace, name: str, at: str) -> Samples | str:
     return replace(most, module=module)
 
 
-def _shape(call: Call, at: str) -> tuple[int, ...]:
-    nodes = call.outputs if at == "output" else call.inputs
+def _shape(nodes: Iterable[Node]) -> tuple[int, ...]:
+    """Return the shape of the first tensor that fits."""
     return next((node.shape for node in nodes if node.fits), ())
 
 
@@ -161,8 +162,8 @@ UNSEEN = "the order of its rows cannot be seen"
 
 def why_no_batch(orders: Mapping[Site, bool | str], two: Trace, three: Trace) -> str:
     """Return why the axis along which the example grew does not have independent samples; empty if it does."""
-    shapes = {tuple(next((x.shape for x in trace.outputs if x.fits), ()) for trace in (two, three))}
-    if any(shape and shape == other for shape, other in shapes):
+    shape = _shape(two.outputs)
+    if shape and shape == _shape(three.outputs):
         return "the output of the model does not grow with it"
     for (name, at), order in orders.items():
         found = growing_axis(two, three, name, at)

@@ -55,10 +55,8 @@ def find_embedding(trace: Trace) -> str | None:
     """Return the layer that looks up the integers that the model is called with; None if there is none."""
     for op in trace.ops:
         if op.name == "embedding" and op.call is not None:
-            index = next((node for node in op.inputs if _given(node).leaf == "input"), None)
-            if index is not None and any(
-                node.shape[:-1] == index.shape and len(node.shape) == 3 for node in op.call.outputs
-            ):
+            indices = [node.shape for node in op.inputs if _given(node).leaf == "input"]
+            if any(len(node.shape) == 3 and node.shape[:-1] in indices[:1] for node in op.call.outputs):
                 return op.call.name or None
     return None
 
