@@ -73,9 +73,9 @@ class stochastic_depth(Recipe):
         inputs = [node for call in survey.layers.get(branch.layer, []) for node in call.inputs if node.fits]
         if inputs and len(inputs[0].shape) > len(branch.shape) and inputs[0].size > math.prod(branch.shape):
             return "the layer has several residual streams"
-        found = "" if self.mode == "batch" else survey.samples(branch.end)
-        is_known = not found or not isinstance(found, str)
-        return "" if is_known else f'the samples are unknown there (mode="batch" includes it): {found}'
+        if self.mode != "batch" and isinstance(found := survey.samples(branch.end), str):
+            return f'the samples are unknown there (mode="batch" includes it): {found}'
+        return ""
 
     def _site(self, model: nn.Module, branch: Branch) -> str:
         if self.mode != "subset":

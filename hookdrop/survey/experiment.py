@@ -12,12 +12,10 @@ from torch.func import functional_call
 from hookdrop.survey.isolation import call, hooked, restored_after, restored_objects, set_eval
 
 Edit = Callable[[Any], Any]
-NOTHING: Mapping[str, Edit] = {}
+Watch = Callable[[str, str, Any], object]
 
 
-def experiment(
-    model: nn.Module, example: Any, watch: Callable[[str, str, Any], object], edits: Mapping[str, Edit] = NOTHING
-) -> None:
+def experiment(model: nn.Module, example: Any, watch: Watch, edits: Mapping[str, Edit]) -> None:
     """Call a model in eval mode without gradients, and restore it.
 
     Parameters that are almost 0 are random meanwhile. They hide what depends on them: a position bias, the last layer

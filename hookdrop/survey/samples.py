@@ -130,7 +130,7 @@ def row_orders(model: nn.Module, example: Example, two: Trace, three: Trace) -> 
                 # Two numbers for each row.
                 seen[name, at].append(torch.stack([rows.sum(1), rows.square().sum(1)]).cpu())
 
-        experiment(model, value, watch)
+        experiment(model, value, watch, edits={})
         return seen
 
     whole, replaced, index, size = example.one_replaced()
