@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar
@@ -18,7 +18,6 @@ from hookdrop.survey.facts import Survey
 from hookdrop.survey.heads import attention_cores
 from hookdrop.survey.ops import CONVS, PRODUCTS
 from hookdrop.utils.errors import InjectionError, LayerError
-from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import counted, some
 
 
@@ -74,9 +73,9 @@ class stochastic_depth(Recipe):
         inputs = [node for call in survey.layers.get(branch.layer, []) for node in call.inputs if node.fits]
         if inputs and len(inputs[0].shape) > len(branch.shape) and inputs[0].size > math.prod(branch.shape):
             return "the layer has several residual streams"
-        found = "" if self.mode == "batch" else survey.samples(branch.end)
-        is_known = not found or not isinstance(found, str)
-        return "" if is_known else f'the samples are unknown there (mode="batch" includes it): {found}'
+        if self.mode != "batch" and isinstance(found := survey.samples(branch.end), str):
+            return f'the samples are unknown there (mode="batch" includes it): {found}'
+        return ""
 
     def _site(self, model: nn.Module, branch: Branch) -> str:
         if self.mode != "subset":
@@ -91,14 +90,14 @@ class stochastic_depth(Recipe):
 
     def groups(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         # Blocks without a skip, such as those of an EfficientNet that change the shape, count too.
-        every = set(_like(model, survey, super().groups(model, survey, sites)))
+        every = set(_like(survey, super().groups(model, survey, sites)))
         return [name for name in survey.layers if name in every]
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         groups = {site.group for site in sites}
         left_out = [branch for branch in survey.branches if branch.layer not in groups]
         reasons = [(self._refusal(survey, branch), branch.layer) for branch in left_out]
-        return _skipped_warnings(model, survey, {branch.layer for branch in survey.branches}, reasons)
+        return _skipped_warnings(survey, {branch.layer for branch in survey.branches}, reasons)
 
 
 def _check_no_stochastic_depth(model: nn.Module, survey: Survey) -> None:
@@ -159,7 +158,7 @@ class layer_drop(Recipe):
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         reasons = [(reason, name) for name, reason in survey.skippable.items()]
-        return _skipped_warnings(model, survey, {*survey.skippable}, reasons)
+        return _skipped_warnings(survey, {*survey.skippable}, reasons)
 
 
 @dataclass(frozen=True)
@@ -214,7 +213,7 @@ class residual_dropout(Recipe):
         groups, tokens = {site.group for site in sites}, {one.layer for one in _of_tokens(survey, survey.branches)}
         others = dict.fromkeys(one.layer for one in survey.branches if one.layer not in groups)
         reasons = {True: "the output is not the input plus branches", False: "no branch is added to tokens there"}
-        return _skipped_warnings(model, survey, groups, [(reasons[name in tokens], name) for name in others])
+        return _skipped_warnings(survey, groups, [(reasons[name in tokens], name) for name in others])
 
 
 def _of_tokens(survey: Survey, branches: Iterable[Branch]) -> list[Branch]:
@@ -266,11 +265,9 @@ def _require_branches(recipe: Recipe, model: nn.Module, survey: Survey) -> Seque
     )
 
 
-def _skipped_warnings(
-    model: nn.Module, survey: Survey, known: set[str], refused: Iterable[tuple[str, str]]
-) -> Sequence[str]:
+def _skipped_warnings(survey: Survey, known: set[str], refused: Iterable[tuple[str, str]]) -> Sequence[str]:
     """Return the warnings about layers without sites: those refused for a reason, and others like the known ones."""
-    others = [name for name in _like(model, survey, list(known)) if name not in known]
+    others = [name for name in _like(survey, known) if name not in known]
     found = [
         *((f"{reason}.", name) for reason, name in refused if reason),
         *(("the example does not call them.", name) for name in others if name not in survey.layers),
@@ -294,17 +291,17 @@ def _apart(survey: Survey, known: set[str]) -> list[str]:
     return found
 
 
-def _like(model: nn.Module, survey: Survey, names: Sequence[str]) -> list[str]:
+def _like(survey: Survey, names: Collection[str]) -> list[str]:
     """Return these layers, and those like them: with the end of a branch, and a name that differs in indices only."""
-    layers = {layer.name for layer in named_layers(model)}
+    layers = survey.trace.modules
     ends: dict[str, set[str]] = {_pattern(name): set() for name in names}
     for name in names:
         inside = [branch.end for branch in survey.branches if branch.end.startswith(f"{name}.")]
         ends[_pattern(name)].update(end.removeprefix(f"{name}.") for end in inside)
     return [
-        layer.name
-        for layer in named_layers(model)
-        if layer.name in names or any(f"{layer.name}.{end}" in layers for end in ends.get(_pattern(layer.name), ()))
+        name
+        for name in layers
+        if name in names or any(f"{name}.{end}" in layers for end in ends.get(_pattern(name), ()))
     ]
 
 

@@ -136,18 +136,16 @@ class _Search:
                 self._add(residual)
                 continue
             for node in op.outputs:
-                self.roots[node] = [node, *self._inherited_roots(op, node)]
+                inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data]
+                same = op.name in CROPS or all(one.size == node.size for one in inputs)
+                inherits = is_linear(op) and len(inputs) == 1 and same
+                self.roots[node] = [node, *(self.roots.get(inputs[0], inputs) if inherits else ())]
 
     def _add(self, residual: Residual) -> Residual:
         self.found[residual.output] = residual
         residual.ends = [calls for calls in self._ends(residual, residual.branch) if calls]
         self.roots[residual.output] = [residual.output, *self.roots.get(residual.skip, [residual.skip])]
         return residual
-
-    def _inherited_roots(self, op: Op, node: Node) -> list[Node]:
-        inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data]
-        same = op.name in CROPS or all(one.size == node.size for one in inputs)
-        return self.roots.get(inputs[0], [inputs[0]]) if is_linear(op) and len(inputs) == 1 and same else []
 
     def _start(self, node: Node) -> Node:
         """Return the first tensor of the stream that a tensor belongs to."""
@@ -171,8 +169,12 @@ class _Search:
     def _stream(self, residual: Residual) -> bool:
         """Whether a branch is computed from the stream of its skip; fill in the root, and what lies between."""
         skip, branch = residual.skip, residual.branch
-        root, residual.before, others = self._reach(skip, branch, residual.inside)
-        if root is None or (root in residual.before and not self._computes(root, branch, residual.before)):
+        ancestors = self.trace.ancestors.get(branch, 0)
+        root = next((one for one in self.roots.get(skip, [skip]) if ancestors & self.trace.bit[one]), None)
+        if root is None:
+            return False
+        residual.before, others = self._between(root, branch, residual.inside)
+        if root in residual.before and not self._computes(root, branch, residual.before):
             return False
         if residual.op.name != "add" and not self._has_weights(root, residual.before):
             return False  # a difference from a moving average
@@ -187,14 +189,6 @@ class _Search:
                 residual.root, residual.before = other, self._between(other, branch, residual.inside)[0]
                 return True
         return False
-
-    def _reach(
-        self, skip: Node, branch: Node, inside: Collection[Node] = ()
-    ) -> tuple[Node | None, set[Node], list[Node]]:
-        """Return the most recent root of a skip that leads to a branch, and `_between` of both."""
-        ancestors = self.trace.ancestors.get(branch, 0)
-        root = next((one for one in self.roots.get(skip, [skip]) if ancestors & self.trace.bit[one]), None)
-        return (None, set(), []) if root is None else (root, *self._between(root, branch, inside))
 
     def _between(self, root: Node, branch: Node, inside: Collection[Node]) -> tuple[set[Node], list[Node]]:
         """Return what lies between a root and a branch, with both, and the sums at which the way ends before the root.
@@ -221,8 +215,11 @@ class _Search:
         if self._has_weights(root, before):
             return True
         calls, node = self._producers(branch), branch  # FNet's Fourier transform has no weights
-        while node.op is not None and is_linear(node.op) and (source := _data_input(node.op)) is not None:
-            node = source
+        while node.op is not None and is_linear(node.op):
+            data = {one for one in node.op.inputs if one.fits and one.is_data}
+            if len(data) != 1:
+                break
+            node = data.pop()
             calls += self._producers(node)
         return root not in self.roots.get(branch, ()) and any(root in call.inputs for call in calls)
 
@@ -294,11 +291,9 @@ class _Search:
     def _ends(self, residual: Residual, node: Node) -> Iterator[list[Call]]:
         """Yield the candidates for the end of each term of a branch."""
         calls: list[Call] = []
-        while (
-            node.op is not None
-            and node in residual.before
-            and (node in residual.inside or self._is_joined(residual, node))
-        ):
+        while node.op is not None and node in residual.before:
+            if node not in residual.inside and not self._is_joined(residual, node):
+                break
             calls += self._producers(node)
             if node in self.found:
                 if not self.found[node].is_projection or calls:
@@ -349,12 +344,6 @@ def _length(end: Node, inside: set[Node], norms: bool = True) -> int:
             counts = has_weights(op) and (norms or "norm" not in op.name)
             lengths[node] = max((lengths.get(one, 0) for one in op.inputs), default=0) + counts
     return lengths.get(end, 0)
-
-
-def _data_input(op: Op) -> Node | None:
-    """Return the tensor that an operation changes, if it reads only one that depends on the example."""
-    data = {one for one in op.inputs if one.fits and one.is_data}
-    return data.pop() if len(data) == 1 else None
 
 
 def is_linear(op: Op) -> bool:

@@ -74,12 +74,9 @@ class ConvNet:
     def others_since(self, first: ConvBlock) -> list[str]:
         """Return the names of the other blocks that run in the stages since a block."""
         root = os.path.commonpath([block.name.replace(".", "/") for block in self.blocks]).replace("/", ".")
-        first_index, last_index = first.start.index, self.blocks[-1].end.index
-        inside = [
-            name
-            for when, name in self.others
-            if when > first_index and (when < last_index or (root and name.startswith(f"{root}.")))
-        ]
+        last = self.blocks[-1].end.index
+        later = [(when, name) for when, name in self.others if when > first.start.index]
+        inside = [name for when, name in later if when < last or (root and name.startswith(f"{root}."))]
         return list(dict.fromkeys(inside))
 
 
@@ -163,11 +160,10 @@ class ConvGraph:
             user = users[0] if len(users) == 1 else None
             if user is None:
                 return has_norm, product is not None
-            norm = self.norm_after(node)
-            if norm is not None or user.outputs[0] in self._normed:
-                # The norm may be an operation of a module that also activates.
-                is_op = norm is None or user.outputs[0] in self._normed
-                has_norm, node = True, user.outputs[0] if is_op or norm is None else norm.outputs[0]
+            if user.outputs[0] in self._normed:  # it may be an operation of a module that also activates
+                has_norm, node = True, user.outputs[0]
+            elif norm := self.norm_after(node):
+                has_norm, node = True, norm.outputs[0]
             elif user.name in VIEWS | CATS or (user.name == "add" and len(self.carriers(user)) == 1):
                 node = user.outputs[0]
             elif user.name == "add" and not has_norm:
@@ -338,9 +334,8 @@ def pyramid_levels(trace: Trace) -> list[str]:
     """Return the convolutions whose outputs are the levels of a feature pyramid: of sums with enlarged maps."""
     enlarged = {node: op.inputs[0] for op in trace.ops if op.name in ENLARGING for node in op.outputs}
     sums = [op for op in trace.ops if added(op) and any(node in enlarged for node in op.inputs)]
-    levels = {
-        node for op in sums for node in (*op.outputs, *(enlarged[node] for node in op.inputs if node in enlarged))
-    }
+    levels = {node for op in sums for node in op.outputs}
+    levels |= {enlarged[node] for op in sums for node in op.inputs if node in enlarged}
     convs = [op for op in trace.ops if op.name in CONVS and op.inputs[0] in levels and not _is_pointwise(op)]
     return list(dict.fromkeys(op.call.name for op in convs if op.call))
 

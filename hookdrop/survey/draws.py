@@ -89,26 +89,23 @@ class _Run:
         self.mode = _Seeds(changed, choose, devices, notes_steps=seed is not None)
         self.draws_elsewhere = False
         """Whether Python's or NumPy's generator was used."""
-        before: list[Any] = []
+        self.outputs: list[Tensor] = []
+        before: list[str] = []
 
-        def watch(name: str, at: str, value: Any) -> list[Tensor] | None:
-            if name:
-                return None
-            if at == "input":
+        def watch(name: str, at: str, value: Any) -> None:
+            if name == "" and at == "input":
                 _seed_others(seed or 0)
                 before.append(_others())
-                return None
-            self.draws_elsewhere |= _others() != before.pop()
-            return [x.detach().clone() for x in tensors(value)]
+            elif name == "":
+                self.draws_elsewhere |= _others() != before.pop()
+                self.outputs += [x.detach().clone() for x in tensors(value)]
 
         with self.mode:
-            self.outputs = experiment(model, example, watch, training=training)
+            experiment(model, example, watch, {}, training)
 
     def differs(self, other: _Run) -> bool:
-        pairs = [zip(*both, strict=False) for both in zip(self.outputs, other.outputs, strict=False)]
-        return not all(
-            x.shape == y.shape and torch.allclose(x, y, 0, 0, equal_nan=True) for one in pairs for x, y in one
-        )
+        pairs = zip(self.outputs, other.outputs, strict=False)
+        return not all(x.shape == y.shape and torch.allclose(x, y, 0, 0, equal_nan=True) for x, y in pairs)
 
     def parting(self, other: _Run) -> Line:
         """The first line that computes something else than in another forward."""

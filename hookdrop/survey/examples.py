@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.utils.tensor_tree import describe, map_leaves, tensors
+from hookdrop.utils.tensor_tree import describe, map_tensors, tensors
 
 IMAGE = (3, 224, 224)
 
@@ -67,12 +67,11 @@ class Example:
         """Apply `fn` to the tensors with the batch on the axis of the first one, or on the other, as in masks."""
         size = self.batch
 
-        def change(leaf: Any) -> Any:
-            sizes = leaf.shape[:2] if isinstance(leaf, Tensor) else ()
-            axes = [axis for axis in (self.axis, 1 - self.axis) if sizes[axis : axis + 1] == (size,)]
-            return fn(leaf.movedim(axes[0], 0)).movedim(0, axes[0]) if axes else leaf
+        def change(x: Tensor) -> Tensor:
+            axes = [axis for axis in (self.axis, 1 - self.axis) if x.shape[axis : axis + 1] == (size,)]
+            return fn(x.movedim(axes[0], 0)).movedim(0, axes[0]) if axes else x
 
-        return map_leaves(self.value, change)
+        return map_tensors(self.value, change)
 
 
 _FIXES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
@@ -102,7 +101,7 @@ def fault_of(example: Any, run: Callable[[Any], object]) -> str:
 
 
 def _replaced(example: Any, old: Tensor, new: Tensor) -> Any:
-    return map_leaves(example, lambda leaf: new if leaf is old else leaf)
+    return map_tensors(example, lambda x: new if x is old else x)
 
 
 def examples(model: nn.Module, given: Any) -> Iterator[Example]:
@@ -129,6 +128,5 @@ def examples(model: nn.Module, given: Any) -> Iterator[Example]:
             break
     dummy = getattr(model, "dummy_inputs", None)
     if isinstance(dummy, dict) and tensors(dummy):
-        moved = map_leaves(dummy, lambda leaf: leaf.to(first.device) if isinstance(leaf, Tensor) else leaf)
-        yield Example(moved, "the model's dummy_inputs")
+        yield Example(map_tensors(dummy, lambda x: x.to(first.device)), "the model's dummy_inputs")
     yield Example(image(IMAGE), f"an assumed image {IMAGE}", is_assumed=True)

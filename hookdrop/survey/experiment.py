@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hookdrop.survey.isolation import Training, call, restored_after, restored_objects, set_modes
-from hookdrop.utils.select import named_layers
+from hookdrop.survey.isolation import Training, call, hooked, restored_after, restored_objects, set_modes
 
-T = TypeVar("T")
 Edit = Callable[[Any], Any]
-NOTHING: Mapping[str, Edit] = {}
+Watch = Callable[[str, str, Any], object]
 
 
 def experiment(
-    model: nn.Module,
-    example: Any,
-    watch: Callable[[str, str, Any], T | None],
-    edits: Mapping[str, Edit] = NOTHING,
-    training: Training = False,
-) -> list[T]:
-    """Call a model without gradients, restore it, and return what `watch` has seen, in order.
+    model: nn.Module, example: Any, watch: Watch, edits: Mapping[str, Edit], training: Training = False
+) -> None:
+    """Call a model without gradients, and restore it.
 
     Parameters that are almost 0 are random meanwhile. They hide what depends on them: a position bias, the last layer
     of a branch or its scale are often 0 at initialization, and no longer after the first update.
@@ -33,38 +26,23 @@ def experiment(
     Args:
         model: the model without wrappers.
         example: what it is called with.
-        watch: called with the name of a layer, `"input"` or `"output"`, and what the layer gets or returns. None is
-            left out of the result.
+        watch: called with the name of a layer, `"input"` or `"output"`, and what the layer gets or returns.
         edits: functions that change the output of layers, by name; `watch` sees the output before.
         training: as for `record`.
     """
-    found: list[T] = []
 
-    def note(name: str, at: str, value: Any) -> None:
-        if (seen := watch(name, at, value)) is not None:
-            found.append(seen)
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        watch(name, "input", (args, kwargs))
 
-    def hooks(name: str) -> tuple[Callable[..., None], Callable[..., Any]]:
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            note(name, "output", output)
-            return edits[name](output) if name in edits else None
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        watch(name, "output", output)
+        return edits[name](output) if name in edits else None
 
-        return lambda module, args, kwargs: note(name, "input", (args, kwargs)), after
-
-    with ExitStack() as stack:
-        stack.enter_context(restored_after(model, trains=bool(training)))
-        stack.enter_context(restored_objects(model))
-        stack.enter_context(torch.no_grad())
+    changes = restored_after(model, trains=bool(training)), restored_objects(model), hooked(model, before, after)
+    with changes[0], changes[1], torch.no_grad(), changes[2]:
         set_modes(model, training)
-        # Registered last, so that an edit changes what a hook of hookdrop would change.
-        for name, module in [(layer.name, layer.module) for layer in named_layers(model)]:
-            if not isinstance(module, torch.jit.ScriptModule):
-                before, after = hooks(name)
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after).remove)
         values = _random_values(model)
         call((lambda *args, **kwargs: functional_call(model, values, args, kwargs)) if values else model, example)
-    return found
 
 
 def _random_values(model: nn.Module) -> dict[str, Tensor]:

@@ -115,15 +115,15 @@ class Survey:
     def _two_and_three(self, axis: int) -> tuple[Trace, Trace]:
         """The forward passes with two and with three samples on an axis of the example."""
         if axis not in self._resized:
-            two, three = (self._with_batch(replace(self.example, axis=axis), size) for size in (2, 3))
-            self._resized[axis] = two, three
+            example = replace(self.example, axis=axis)
+            traces = {example.batch: self.trace}
+            for size in (2, 3):
+                if size == example.batch:
+                    continue
+                self.forwards += not self.is_fake
+                traces[size] = record(self.model, example.resized(size), fake=self.is_fake)
+            self._resized[axis] = traces[2], traces[3]
         return self._resized[axis]
-
-    def _with_batch(self, example: Example, size: int) -> Trace:
-        if size == example.batch:
-            return self.trace
-        self.forwards += not self.is_fake
-        return record(self.model, example.resized(size), fake=self.is_fake)
 
     def _row_orders(self, axis: int) -> dict[Site, bool | str]:
         if axis not in self._orders:

@@ -46,11 +46,6 @@ class Row:
     layers: Sequence[LayerFacts]
 
 
-def fold(every: Sequence[LayerFacts], selected: Collection[str]) -> list[Row]:
-    """Return the rows of the selected layers, each of which is in one row."""
-    return [*_Fold(every, selected).rows()]
-
-
 @dataclass
 class _Node:
     facts: LayerFacts
@@ -92,34 +87,31 @@ def _tree(every: Sequence[LayerFacts], kept: Collection[str]) -> _Node:
     return nodes[""]
 
 
-class _Fold:
-    def __init__(self, every: Sequence[LayerFacts], selected: Collection[str]) -> None:
-        self._names, self._selected = [one.name for one in every if one.name], selected
-        around = {name[: dot.start()] for name in selected for dot in re.finditer(r"\.", name)}
-        self._root = _tree(every, {*selected, *around})
-        self._families: dict[str, list[_Node]] = {}
-        found: dict[Any, list[_Node]] = {}
-        for key, node in _blocks(self._root, ""):
-            self._families[node.facts.name] = found.setdefault(key, [])
-            found[key].append(node)
+def fold(every: Sequence[LayerFacts], selected: Collection[str]) -> list[Row]:
+    """Return the rows of the selected layers, each of which is in one row."""
+    around = {name[: dot.start()] for name in selected for dot in re.finditer(r"\.", name)}
+    root, names = _tree(every, {*selected, *around}), [one.name for one in every if one.name]
+    found: dict[Any, list[_Node]] = {}
+    families: dict[str, list[_Node]] = {}
+    for key, node in _blocks(root, ""):
+        families[node.facts.name] = found.setdefault(key, [])
+        found[key].append(node)
 
-    def rows(self) -> Iterator[Row]:
-        if "" in self._selected:
-            yield Row("", 0, [self._root.facts])
-        yield from self._inside([self._root], 0)
-
-    def _inside(self, blocks: Sequence[_Node], depth: int) -> Iterator[Row]:
+    def rows(blocks: Sequence[_Node], depth: int) -> Iterator[Row]:
         """Yield what blocks contain, as if they were one."""
         for group in _groups(blocks):
-            shown = [node.facts for node in group if node.facts.name in self._selected]
-            for pattern, part in _patterns(shown, self._names):
+            shown = [node.facts for node in group if node.facts.name in selected]
+            for pattern, part in _patterns(shown, names):
                 yield Row(pattern, depth, part)
             inside: list[_Node] = []
             for node in group:
-                family = self._families.get(node.facts.name, [node])
+                family = families.get(node.facts.name, [node])
                 inside += family
                 family.clear()  # the rest of a family was shown with its first member
-            yield from self._inside(inside, depth + 1)
+            yield from rows(inside, depth + 1)
+
+    whole = [Row("", 0, [root.facts])] if "" in selected else []
+    return [*whole, *rows([root], 0)]
 
 
 def _blocks(node: _Node, path: str) -> Iterator[tuple[Any, _Node]]:

@@ -8,7 +8,7 @@ import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookdrop.utils.errors import HookdropError, InjectionError, warn
+from hookdrop.utils.select import named_layers
 from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.torch_internals import (
@@ -108,8 +109,7 @@ def _copied_buffers(model: nn.Module, trains: bool) -> Iterator[None]:
         for table, originals in tables:
             table.clear()
             table.update(originals)
-        modified = [name for name, buffer, version in uncopied if version_of(buffer) != version]
-        if modified:
+        if modified := [name for name, buffer, version in uncopied if version_of(buffer) != version]:
             warn(
                 f"this forward modified {some(modified)}, which {'is' if len(modified) == 1 else 'are'} too large to "
                 "be copied first, so the model keeps the new values.\n"
@@ -156,6 +156,22 @@ def _captured(value: Any) -> list[Any]:
     function = value.__func__ if type(value) in (staticmethod, classmethod) else value
     cells = (function.__closure__ or ()) if type(function) is FunctionType else ()
     return [cell.cell_contents for cell in cells if cell != _EMPTY]
+
+
+@contextmanager
+def hooked(model: nn.Module, before: Callable[..., None], after: Callable[..., Any]) -> Iterator[None]:
+    """Call `before(name, module, args, kwargs)` and `after(name, module, args, output)` at each call of a layer inside.
+
+    These hooks are the last ones, so they see what a hook of hookdrop would see. What `after` returns, unless None,
+    replaces the output.
+    """
+    with ExitStack() as stack:
+        for layer in named_layers(model):
+            if not isinstance(layer.module, torch.jit.ScriptModule):
+                first, last = functools.partial(before, layer.name), functools.partial(after, layer.name)
+                stack.callback(layer.module.register_forward_pre_hook(first, with_kwargs=True).remove)
+                stack.callback(layer.module.register_forward_hook(last).remove)
+        yield
 
 
 def other_hooks(model: nn.Module) -> list[Any]:

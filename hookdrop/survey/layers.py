@@ -5,7 +5,7 @@ A layer can be skipped if it returns its input, apart from residual branches and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +58,7 @@ def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: 
 
     for call in calls:
         value = call.output if at == "output" else call.arguments
-        value = map_leaves(value, lambda leaf: _on_meta(leaf) if isinstance(leaf, Node) else leaf)
+        value = map_leaves(value, lambda leaf: leaf.without_values() if isinstance(leaf, Node) else leaf)
         several = sum(map(fits, tensors(value)))
         seen.tensor_count = several if several > 1 and tensor is None and at == "output" else 0
         try:
@@ -73,10 +73,6 @@ def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: 
             readers = [one for one in identities if any(_leads_to(call.output, x) for x in one.inputs[:1])]
             seen.identities += [one.name for one in ([call] if _returns_input(call) else []) + readers]
     return seen
-
-
-def _on_meta(node: Node) -> Tensor:
-    return torch.empty(node.shape, dtype=node.dtype, device="meta")
 
 
 def _leads_to(start: Any, node: Node) -> bool:
@@ -94,22 +90,16 @@ def _returns_input(call: Call) -> bool:
     return node is not None and node in call.inputs[:1]
 
 
-def find_skippable(trace: Trace, residuals: list[Residual], branches: Iterable[Branch]) -> dict[str, str]:
+def find_skippable(trace: Trace, residuals: list[Residual], branches: Collection[Branch]) -> dict[str, str]:
     """Return the layers around residual branches, each with the reason why it cannot be skipped; empty if it can."""
     sums = {residual.output: residual for residual in residuals}
-    branches = list(branches)
     around = [branch.layer for branch in branches if branch.layer != branch.end]
     names = _around_parts(trace, dict.fromkeys(around or [branch.layer for branch in branches]))
-    found = {}
-    for name in names:
-        reasons = [_reason(call, sums) for call in trace.calls_of[name]]
-        found[name] = next(filter(None, reasons), "")
-    return found
+    return {name: next(filter(None, [_reason(call, sums) for call in trace.calls_of[name]]), "") for name in names}
 
 
-def _around_parts(trace: Trace, names: Iterable[str]) -> list[str]:
+def _around_parts(trace: Trace, names: Collection[str]) -> list[str]:
     """Replace blocks by the layer that different kinds of them form: T5's layers are lists of three blocks."""
-    names = list(names)
     repeated = trace.repeated(names)
     calls = {name: trace.calls_of[name][0] for name in names}
     parts: dict[Call, list[Call]] = {}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hookdrop.survey.examples import Example
 from hookdrop.survey.experiment import changes, experiment
 from hookdrop.survey.ops import CONVS, COPIES
-from hookdrop.survey.trace import Call, Trace
+from hookdrop.survey.trace import Call, Node, Trace
 from hookdrop.utils.tensor_tree import first_tensor
 
 PLACES = ("output", "input")
@@ -54,7 +54,8 @@ class Samples:
 def growing_axis(two: Trace, three: Trace, name: str, at: str) -> Samples | str:
     """Return the axis and the rows per sample of a layer's first tensor, or why they are unknown."""
     pairs = list(zip(two.calls_of.get(name, []), three.calls_of.get(name, []), strict=False))
-    found = {_growing(_shape(a, at), _shape(b, at)) for a, b in pairs}
+    nodes = [[call.outputs if at == "output" else call.inputs for call in pair] for pair in pairs]
+    found = {_growing(_shape(a), _shape(b)) for a, b in nodes}
     known = [one for one in found if isinstance(one, Samples)]
     if len(known) < len(found) or not known:
         return next((one for one in found if isinstance(one, str)), "it is never called with the example")
@@ -69,8 +70,8 @@ def growing_axis(two: Trace, three: Trace, name: str, at: str) -> Samples | str:
     return replace(most, module=module)
 
 
-def _shape(call: Call, at: str) -> tuple[int, ...]:
-    nodes = call.outputs if at == "output" else call.inputs
+def _shape(nodes: Iterable[Node]) -> tuple[int, ...]:
+    """Return the shape of the first tensor that fits."""
     return next((node.shape for node in nodes if node.fits), ())
 
 
@@ -120,22 +121,21 @@ def row_orders(model: nn.Module, example: Example, two: Trace, three: Trace) -> 
     sites = {site: one for site, one in every.items() if isinstance(one, Samples)}
     sites = {site: one for site, one in sites.items() if site[1] == "output" or one.per_sample > 1}
 
-    def watch(name: str, at: str, value: Any) -> tuple[Site, Tensor] | None:
-        if (name, at) not in sites:
-            return None
-        rows = first_tensor(value).detach().movedim(sites[name, at].axis, 0).flatten(1).float()
-        return (name, at), torch.stack([rows.sum(1), rows.square().sum(1)]).cpu()  # two numbers for each row
+    def run(value: Any) -> dict[Site, list[Tensor]]:
+        seen: dict[Site, list[Tensor]] = {site: [] for site in sites}
+
+        def watch(name: str, at: str, value: Any) -> None:
+            if (name, at) in sites:
+                rows = first_tensor(value).detach().movedim(sites[name, at].axis, 0).flatten(1).float()
+                # Two numbers for each row.
+                seen[name, at].append(torch.stack([rows.sum(1), rows.square().sum(1)]).cpu())
+
+        experiment(model, value, watch, edits={})
+        return seen
 
     whole, replaced, index, size = example.one_replaced()
-    before, after = (_by_site(experiment(model, value, watch)) for value in (whole, replaced))
-    return {site: _order(before.get(site, ()), after.get(site, ()), index, size) for site in sites}
-
-
-def _by_site(seen: Iterable[tuple[Site, Tensor]]) -> dict[Site, list[Tensor]]:
-    found: dict[Site, list[Tensor]] = {}
-    for site, x in seen:
-        found.setdefault(site, []).append(x)
-    return found
+    before, after = run(whole), run(replaced)
+    return {site: _order(before[site], after[site], index, size) for site in sites}
 
 
 def _order(before: Sequence[Tensor], after: Sequence[Tensor], index: int, size: int) -> bool | str:
@@ -162,8 +162,8 @@ UNSEEN = "the order of its rows cannot be seen"
 
 def why_no_batch(orders: Mapping[Site, bool | str], two: Trace, three: Trace) -> str:
     """Return why the axis along which the example grew does not have independent samples; empty if it does."""
-    shapes = {tuple(next((x.shape for x in trace.outputs if x.fits), ()) for trace in (two, three))}
-    if any(shape and shape == other for shape, other in shapes):
+    shape = _shape(two.outputs)
+    if shape and shape == _shape(three.outputs):
         return "the output of the model does not grow with it"
     for (name, at), order in orders.items():
         found = growing_axis(two, three, name, at)

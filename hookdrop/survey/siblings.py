@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from hookdrop.survey.trace import Trace
 from hookdrop.utils.tables import some
 
 
-def unequal_sites(trace: Trace, sites: Collection[str]) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield equal modules with different sites: those that differ from most of them, and the others.
+def sibling_warnings(trace: Trace, sites: Collection[str], known: Collection[str]) -> list[str]:
+    """Return a warning for modules whose sites differ from those of equal modules, and that no warning names yet.
 
     Equal modules are in one `ModuleList`, `ModuleDict` or `Sequential`, and have one class, equal shapes of parameters,
     and equal shapes of inputs and outputs, so that a block that reduces the resolution is not equal to the next one.
@@ -18,8 +18,9 @@ def unequal_sites(trace: Trace, sites: Collection[str]) -> Iterator[tuple[list[s
     Args:
         trace: a forward of the model.
         sites: the names of all layers that a recipe chose.
+        known: the warnings so far.
     """
-    reported: list[str] = []
+    found, reported = list[str](), list[str]()
     for parent in trace.lists:
         groups: dict[object, list[str]] = {}
         for name in trace.lists[parent]:
@@ -37,14 +38,10 @@ def unequal_sites(trace: Trace, sites: Collection[str]) -> Iterator[tuple[list[s
                                                  for place in inside[name] ^ usual)]  # fmt: skip
             if odd and not f"{parent}.".startswith(tuple(f"{name}." for name in reported)):
                 reported += names
-                yield odd, [name for name in names if name not in odd]
-
-
-def sibling_warnings(trace: Trace, sites: Collection[str], known: Collection[str]) -> list[str]:
-    """Return a warning for modules whose sites differ from those of equal modules, and that no warning names yet."""
-    return [
-        f"{some(odd)} and {some(others)} are equal modules, but their sites differ.\n"
-        "  compare them in the plan; to choose the layers yourself: inject(model, ..., layers=...)"
-        for odd, others in unequal_sites(trace, sites)
-        if not any(f"'{name}" in text for name in odd for text in known)
-    ]
+                if not any(f"'{name}" in text for name in odd for text in known):
+                    others = [name for name in names if name not in odd]
+                    found.append(
+                        f"{some(odd)} and {some(others)} are equal modules, but their sites differ.\n"
+                        "  compare them in the plan; to choose the layers yourself: inject(model, ..., layers=...)"
+                    )
+    return found

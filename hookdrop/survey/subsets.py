@@ -81,7 +81,7 @@ def _run(branch: nn.Module, value: Any, arguments: frozenset[int], count: int, t
     inputs = [node for node in trace.calls[0].inputs if node.leaf == "input"]
     selected = [node for node in inputs if node.index - len(weights) in arguments]
     # In place of nodes, tensors without values, from which `tensor` selects.
-    meta = {node: torch.empty(node.shape, dtype=node.dtype, device="meta") for node in trace.calls[0].outputs}
+    meta = {node: node.without_values() for node in trace.calls[0].outputs}
     results: list[Tensor] = []
 
     def note(y: Tensor) -> Tensor:

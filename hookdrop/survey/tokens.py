@@ -55,10 +55,8 @@ def find_embedding(trace: Trace) -> str | None:
     """Return the layer that looks up the integers that the model is called with; None if there is none."""
     for op in trace.ops:
         if op.name == "embedding" and op.call is not None:
-            index = next((node for node in op.inputs if _given(node).leaf == "input"), None)
-            if index is not None and any(
-                node.shape[:-1] == index.shape and len(node.shape) == 3 for node in op.call.outputs
-            ):
+            indices = [node.shape for node in op.inputs if _given(node).leaf == "input"]
+            if any(len(node.shape) == 3 and node.shape[:-1] in indices[:1] for node in op.call.outputs):
                 return op.call.name or None
     return None
 
@@ -114,21 +112,20 @@ def _run(
         What the layer returned in each call, and each output after it, by layer, projected to one number for each
         token, or to one number in total.
     """
-    returned: list[Tensor] = []
+    returned, outputs = list[Tensor](), list[tuple[str, Tensor]]()
 
-    def watch(name: str, at: str, value: Any) -> list[tuple[str, Tensor]] | None:
+    def watch(name: str, at: str, value: Any) -> None:
         if at == "output" and name == layer:
             returned.extend(tensors(value)[:1])
         elif at == "output" and not name.startswith(f"{layer}.") and returned and returned[0].dim() > 1:
             length = returned[0].shape[1]
-            return [(name, _projected(x, length)) for x in tensors(value) if x.is_floating_point()]
-        return None
+            outputs.extend((name, _projected(x, length)) for x in tensors(value) if x.is_floating_point())
 
     def edit(output: Any) -> Any:
         return output if chosen is None else map_tensor(output, None, lambda x: x[:, chosen.to(x.device)])
 
-    outputs = experiment(model, example, watch, {layer: edit})
-    return returned, [one for several in outputs for one in several]
+    experiment(model, example, watch, {layer: edit})
+    return returned, outputs
 
 
 def _projected(x: Tensor, length: int) -> Tensor:

@@ -23,7 +23,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hookdrop.survey.isolation import Training, call, other_hooks, restored_after, restored_objects, set_modes
+from hookdrop.survey.isolation import Training, call, hooked, other_hooks, restored_after, restored_objects, set_modes
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
-from hookdrop.utils.tensor_tree import bind_arguments, map_leaves, tensors
+from hookdrop.utils.tensor_tree import bind_arguments, leaves_of, map_leaves, map_tensors, tensors
 from hookdrop.utils.torch_internals import fake_tensors, storage_of, version_of
 
 
@@ -59,7 +59,7 @@ class Node:
 
     def __init__(self, index: int, tensor: Tensor, op: Op | None = None, leaf: str = "") -> None:
         self.index, self.shape, self.dtype, self.op, self.leaf = index, tuple(tensor.shape), tensor.dtype, op, leaf
-        self.is_data = op is not None and any(node.is_data for node in op.inputs)
+        self.is_data = leaf == "input" or (op is not None and any(node.is_data for node in op.inputs))
         self.has_weights = op is not None and any(node.has_weights for node in op.inputs)
 
     @property
@@ -71,6 +71,10 @@ class Node:
     def size(self) -> int:
         """The number of elements."""
         return torch.Size(self.shape).numel()
+
+    def without_values(self) -> Tensor:
+        """Return a tensor of this shape and type on the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 @dataclass(eq=False)
@@ -250,15 +254,7 @@ class Trace:
 
 def nodes_in(value: Any) -> list[Node]:
     """Return the nodes in a value, depth first."""
-    found: list[Node] = []
-
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, Node):
-            found.append(leaf)
-        return leaf
-
-    map_leaves(value, visit)
-    return found
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Node)]
 
 
 def record(model: nn.Module, example: Any, *, fake: bool = True, training: Training = False) -> Trace:
@@ -288,11 +284,9 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
         set_modes(model, training)
         if fake:
             recorder.fake_mode = stack.enter_context(fake_tensors())
-            example = _map_tensors(example, recorder.fake_mode.from_tensor)
-        recorder.trace.inputs = [recorder.leaf(tensor, "input") for tensor in tensors(example)]
-        for node in recorder.trace.inputs:
-            node.is_data = True
-        stack.enter_context(recorder.hooks(model))
+            example = map_tensors(example, recorder.fake_mode.from_tensor)
+        recorder.trace.inputs = [recorder.new(tensor, leaf="input") for tensor in tensors(example)]
+        stack.enter_context(hooked(model, recorder.enter, recorder.leave))
         stack.enter_context(recorder)
         recorder.trace.outputs = nodes_in(recorder.plain(call(unwrapped(model), example)))
     return recorder.trace
@@ -318,38 +312,22 @@ class _Recorder(TorchFunctionMode):
                 names = (f"{layer.name}.{child}".lstrip(".") for child in layer.module._modules)
                 self.trace.lists[layer.name] = [name for name in names if name in known]
         for tensor in (*model.parameters(), *model.buffers()):
-            self.leaf(tensor, "weight").has_weights = isinstance(tensor, nn.Parameter)
+            self.new(tensor, leaf="weight").has_weights = isinstance(tensor, nn.Parameter)
 
-    @contextmanager
-    def hooks(self, model: nn.Module) -> Iterator[None]:
-        # Registered last, so that the recorder sees what a hook of hookdrop would see.
-        with ExitStack() as stack:
-            for layer in named_layers(model):
-                if isinstance(layer.module, torch.jit.ScriptModule):
-                    continue
-                weighted = any(True for _ in layer.module.parameters())
-                enter, leave = self._enter(layer.name, weighted), self._leave
-                stack.callback(layer.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                stack.callback(layer.module.register_forward_hook(leave).remove)
-            yield
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        arguments, parent = self.plain(bind_arguments(module, args, kwargs)), self.stack[-1] if self.stack else None
+        entered = Call(next(self.clock), name, type(module).__name__, parent, arguments)
+        entered.has_weights = any(True for _ in module.parameters())
+        self.trace.calls.append(entered)
+        self.stack.append(entered)
 
-    def _enter(self, name: str, has_weights: bool) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            arguments = self.plain(bind_arguments(module, args, kwargs))
-            parent = self.stack[-1] if self.stack else None
-            entered = Call(next(self.clock), name, type(module).__name__, parent, arguments, has_weights=has_weights)
-            self.trace.calls.append(entered)
-            self.stack.append(entered)
-
-        return hook
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         left = self.stack.pop()
         unseen = [tensor for tensor in tensors(output) if tensor not in self.nodes]
         if unseen:  # the module is compiled by torch.jit, or calls code of another library
             op = self._op("opaque", None, tuple(left.inputs), {}, tuple(left.inputs))
             for tensor in unseen:
-                self._new(tensor, op).has_weights |= left.has_weights
+                self.new(tensor, op).has_weights |= left.has_weights
         left.output = self.plain(output)
         left.end = next(self.clock)
 
@@ -365,11 +343,11 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: dict[int, Tensor] = {}
-        plain_args, plain_kwargs = _map_tensors((args, kwargs or {}), lambda x: self._node(given.setdefault(id(x), x)))
+        plain_args, plain_kwargs = map_tensors((args, kwargs or {}), lambda x: self._node(given.setdefault(id(x), x)))
         inputs = [self.nodes[tensor] for tensor in given.values()]
         if self.fake_mode is not None and any(map(self.fake_mode.is_our_fake, given.values())):
             # PyTorch caches the shapes that it computes for fake tensors alone, so that equal blocks cost those of one.
-            args, kwargs = _map_tensors((args, kwargs or {}), self._faked)
+            args, kwargs = map_tensors((args, kwargs or {}), self._faked)
         result = function(*args, **kwargs or {})
         changed = [x for x, node in zip(given.values(), inputs, strict=True) if _version(x) != self.versions[node]]
         outputs = {id(x): x for x in (*(x for x in tensors(result) if x not in self.nodes), *changed)}
@@ -377,7 +355,7 @@ class _Recorder(TorchFunctionMode):
             op = self._op(_name(function), function, plain_args, plain_kwargs, tuple(inputs))
             op.is_in_place = bool(changed)
             for tensor in outputs.values():
-                self._new(tensor, op)
+                self.new(tensor, op)
             for tensor in changed:
                 self.writes[storage_of(tensor)] = self.nodes[tensor]
         return result
@@ -392,25 +370,23 @@ class _Recorder(TorchFunctionMode):
         self.trace.ops.append(op)
         return op
 
-    def _new(self, tensor: Tensor, op: Op) -> Node:
-        node = Node(next(self.clock), tensor, op)
-        op.outputs.append(node)
-        return self._remember(tensor, node)
-
-    def leaf(self, tensor: Tensor, kind: str) -> Node:
-        return self._remember(tensor, Node(next(self.clock), tensor, leaf=kind))
-
-    def _remember(self, tensor: Tensor, node: Node) -> Node:
-        self.nodes[tensor], self.versions[node] = node, _version(tensor)
+    def new(self, tensor: Tensor, op: Op | None = None, leaf: str = "") -> Node:
+        """Return a node for the present value of a tensor, which an operation computed, or which is a leaf."""
+        node = Node(next(self.clock), tensor, op, leaf)
+        # Before the tensor gets the node, because an active mode sees that its version is read, and calls `_node`.
+        self.versions[node] = _version(tensor)
+        self.nodes[tensor] = node
+        if op is not None:
+            op.outputs.append(node)
         return node
 
     def _node(self, tensor: Tensor) -> Node:
         if tensor not in self.nodes:
-            return self.leaf(tensor, "constant")
+            return self.new(tensor, leaf="constant")
         node: Node = self.nodes[tensor]
         if self.versions[node] != _version(tensor):  # changed through another tensor that shares its memory
             inputs = tuple(dict.fromkeys((node, self.writes.get(storage_of(tensor), node))))
-            node = self._new(tensor, self._op("alias", None, inputs, {}, inputs))
+            node = self.new(tensor, self._op("alias", None, inputs, {}, inputs))
         return node
 
 
@@ -425,7 +401,3 @@ def _name(function: Any) -> str:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
-
-
-def _map_tensors(value: Any, fn: Callable[[Tensor], Any]) -> Any:
-    return map_leaves(value, lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf)

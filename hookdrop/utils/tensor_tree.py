@@ -88,6 +88,11 @@ def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
     return value
 
 
+def map_tensors(value: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """Return `value` with `fn` applied to all of its tensors."""
+    return map_leaves(value, lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
 def with_rows(value: Any, which: Collection[int], rows: Tensor) -> tuple[Any, dict[int, tuple[Tensor, Tensor]]]:
     """Return `value` with these rows of some of its tensors, given by their order, and (new, old) by the id of the new.
 
