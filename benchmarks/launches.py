@@ -36,7 +36,6 @@ class LaunchCounter(TorchDispatchMode):
         self.launches, self.bytes = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation and count it."""
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         read = [] if func is DRAW or name in FILLS or name.endswith("_like") else _on_cuda((args, kwargs))

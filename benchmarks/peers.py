@@ -91,13 +91,11 @@ def make_inputs(shape: str, device: str) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def dropped_fraction(
-    name: str, function: Function, shape: Sequence[int], draws: int = DRAWS, device: str = "cpu"
-) -> float:
+def dropped_fraction(name: str, one: Function, shape: Sequence[int], draws: int = DRAWS, device: str = "cpu") -> float:
     """Measure the fraction of elements that a function drops."""
     if "shared" in name:
         # A shared mask has few blocks, so draw more often; one channel suffices.
         shape, draws = (shape[0], 1, *shape[2:]), SHARED_DRAWS * draws
     ones = torch.ones(shape, device=device)
     with kernel_of(name):
-        return sum((function(ones) == 0).float().mean().item() for _ in range(draws)) / draws
+        return sum((one(ones) == 0).float().mean().item() for _ in range(draws)) / draws

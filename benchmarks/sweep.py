@@ -66,11 +66,9 @@ class Sweep:
     rules: tuple[str, ...] = ()
 
 
-def parser(
-    description: str | None, out: str, memory: float | None = None, timeout: int = 900
-) -> argparse.ArgumentParser:
+def parser(about: str | None, out: str, memory: float | None = None, timeout: int = 900) -> argparse.ArgumentParser:
     """Create a parser with the options that all sweeps have."""
-    found = argparse.ArgumentParser(description=(description or "").partition(":")[0])
+    found = argparse.ArgumentParser(description=(about or "").partition(":")[0])
     add = found.add_argument
     add("--only", default="", metavar="PATTERN", help="a regular expression to search in names")
     add("--workers", type=int, default=1, help="child processes (default: 1); 0: this process, no limits")
@@ -224,19 +222,16 @@ def markdown(sweep: Sweep, results: dict[str, Any]) -> str:
     shown, families = _families([one for one in found if "family" in one and "rules" not in results])
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True)
     text = environment.get_template("sweep.md.j2").render(
-        hardware=results["hardware"],
-        versions=results["versions"],
+        {"rules": {}, **results},
         **{key: Counter(kind for one in found for kind in set(one.get(key, ()))) for key in ("warnings", "problems")},
         **{key: sum(one[key] * one["elements"] for one in trained) / max(elements, 1) for key in ("dropped", "asked")},
         sweep=sweep,
         summary=summary(results),
         sites=sites,
-        rules=results.get("rules", {}),
         trained=len(trained),
         elements=elements,
         not_finite=sum(record.get("finite") is False for record in found),
         statuses=STATUSES,
-        models=found,
         shown=shown,
         families=families,
     )

@@ -27,9 +27,11 @@ MIN_SECONDS, MAX_REPEATS = 2e-3, 50
 MAX_SWITCHES, MAX_PREEMPTED = 50.0, 0.2
 """Involuntary context switches per second (a busy machine has hundreds, an idle one almost none), and the fraction of
 turns with more that gives a warning."""
+Pairs = Sequence[tuple[str, str]]
 COUNTS = ["seconds", "page_faults", "involuntary_switches"]
 """What is measured, per call."""
-Case = tuple[str, Mapping[str, Callable[[], object]]]
+Jobs = Mapping[str, Callable[[], object]]
+Case = tuple[str, Jobs]
 """The title of a column, and its jobs."""
 
 
@@ -51,9 +53,7 @@ class Quartiles(NamedTuple):
         return f"{median} [{low}, {high}]"
 
 
-def measure(
-    jobs: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu", where: str = ""
-) -> pd.DataFrame:
+def measure(jobs: Jobs, rounds: int, device: str = "cpu", where: str = "") -> pd.DataFrame:
     """Run all jobs in random order in every round (slow jobs in every third), after `WARM_UPS` warm-up calls.
 
     Returns `COUNTS` of each turn by job and round. With `where`, prints a warning if the machine is busy.
@@ -90,9 +90,7 @@ def time_call(job: Callable[[], object], repeats: int, device: str) -> tuple[flo
     return seconds / repeats, faults / repeats, switches / repeats
 
 
-def race(
-    title: str, cases: Iterable[Case], pairs: Sequence[tuple[str, str]], options: Any, **settings: Any
-) -> dict[str, Any]:
+def race(title: str, cases: Iterable[Case], pairs: Pairs, options: Any, **settings: Any) -> dict[str, Any]:
     """Time the jobs of each case. Print the ratios of pairs of jobs, and return all numbers.
 
     Settings: `rounds`, and `most`, the seconds after which a job is left out of the next cases.

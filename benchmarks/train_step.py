@@ -41,23 +41,19 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=1000, use_cache=False, **sizes))
 
 
+def lstm() -> nn.Module:
+    """Build an LSTM of two layers."""
+    return nn.Sequential(nn.Embedding(1000, 128), nn.LSTM(128, 128, 2, batch_first=True))
+
+
+TINY_VIT = partial(timm.create_model, "vit_tiny_patch16_224", img_size=64, depth=4)
+RESNET10 = partial(timm.create_model, "resnet10t", num_classes=10)
+DEEPLAB = partial(torchvision.models.get_model, "deeplabv3_mobilenet_v3_large", weights=None, weights_backbone=None)
 MODELS: dict[str, tuple[Callable[..., nn.Module], Tensor]] = {
-    "ViT-Tiny of 4 blocks, 16 images of 64 pixels": (
-        partial(timm.create_model, "vit_tiny_patch16_224", img_size=64, depth=4),
-        torch.randn(16, 3, 64, 64),
-    ),
-    "ResNet-10, 8 images of 128 pixels": (
-        partial(timm.create_model, "resnet10t", num_classes=10),
-        torch.randn(8, 3, 128, 128),
-    ),
-    "DeepLabV3 with MobileNetV3, 4 images of 64 pixels": (
-        partial(torchvision.models.get_model, "deeplabv3_mobilenet_v3_large", weights=None, weights_backbone=None),
-        torch.randn(4, 3, 64, 64),
-    ),
-    "LSTM of 128 units, 16 sequences of 32 steps": (
-        lambda: nn.Sequential(nn.Embedding(1000, 128), nn.LSTM(128, 128, 2, batch_first=True)),
-        torch.randint(1000, (16, 32)),
-    ),
+    "ViT-Tiny of 4 blocks, 16 images of 64 pixels": (TINY_VIT, torch.randn(16, 3, 64, 64)),
+    "ResNet-10, 8 images of 128 pixels": (RESNET10, torch.randn(8, 3, 128, 128)),
+    "DeepLabV3 with MobileNetV3, 4 images of 64 pixels": (DEEPLAB, torch.randn(4, 3, 64, 64)),
+    "LSTM of 128 units, 16 sequences of 32 steps": (lstm, torch.randint(1000, (16, 32))),
     "LLaMA of 2 layers, 8 sequences of 64 tokens": (llama, torch.randint(1000, (8, 64))),
 }
 """Of the part `methods`."""

@@ -5,8 +5,6 @@ effect of the sites with what it should be. Two layers are one site if what they
 Needs the libraries of unseen.yaml. Results: unseen.json and unseen.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

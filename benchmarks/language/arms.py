@@ -36,7 +36,6 @@ class Arm:
         return any(one["text"].startswith("ActivationPenalty") for one in self.injections)
 
     def specs(self, value: float) -> list[InjectionSpec]:
-        """The injections at a tuned value."""
         schedule = LinearSchedule(steps=1.0) if self.ramp else None
         found = []
         for i, one in enumerate(self.injections):

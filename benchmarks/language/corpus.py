@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -23,8 +24,6 @@ WINDOW = 13  # words; a paragraph that shares as many in a row with an earlier o
 VOCABULARY = 1_000
 END = "<end>"  # after each paragraph
 _WORD = re.compile(r"\w+|[^\w\s]")
-
-
 SIZES = {"train": 25_000, "validation": 8_000, "same package": 15_000, "other package": 15_000}
 """The number of words of each split."""
 
@@ -53,11 +52,10 @@ def load() -> Corpus:
         removed[name] = 1 - _count(unique) / _count(texts)
         kept[name] = _first(unique, SIZES[name])
     tokenizer = _tokenizer(kept["train"])
-    digest = hashlib.sha256(
-        "\0".join([tokenizer.to_str(), *(text for texts in kept.values() for text in texts)]).encode()
-    )
+    hashed = "\0".join([tokenizer.to_str(), *(text for texts in kept.values() for text in texts)])
     tokens = {name: [torch.tensor([*tokenizer.encode(t).ids, 0]) for t in texts] for name, texts in kept.items()}
-    return Corpus(tokens, {name: _count(texts) for name, texts in kept.items()}, removed, digest.hexdigest())
+    sha256 = hashlib.sha256(hashed.encode()).hexdigest()
+    return Corpus(tokens, {name: _count(texts) for name, texts in kept.items()}, removed, sha256)
 
 
 def _paragraphs(distribution: str, package: str, pinned: str) -> Iterator[tuple[str, str]]:
@@ -94,13 +92,8 @@ def _count(texts: list[str]) -> int:
 
 
 def _first(texts: list[str], words: int) -> list[str]:
-    kept: list[str] = []
-    for text in texts:
-        if words <= 0:
-            break
-        kept.append(text)
-        words -= len(text.split())
-    return kept
+    before = accumulate((len(text.split()) for text in texts), initial=0)
+    return [text for text, count in zip(texts, before, strict=False) if count < words]
 
 
 def _tokenizer(texts: list[str]) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""The language models, without dropout, as a user would write them; and those of the peers, with it."""
+"""The language models, without dropout, and those of the peers, with it."""
 
 from typing import Any
 
@@ -11,10 +11,11 @@ WIDTH = 128
 
 
 class Lstm(nn.Module):
-    """Two layers with tied weights, as in Merity et al. 2017."""
+    """Two layers with tied weights, as in Merity et al. 2017; for a peer, with `nn.Dropout` written in."""
 
-    def __init__(self) -> None:
+    def __init__(self, p: float | None = None) -> None:
         super().__init__()
+        self.drop = nn.Identity() if p is None else nn.Dropout(p)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.lstm1 = nn.LSTM(WIDTH, WIDTH, batch_first=True)
         self.lstm2 = nn.LSTM(WIDTH, WIDTH, batch_first=True)
@@ -24,21 +25,6 @@ class Lstm(nn.Module):
 
     def forward(self, x_BT: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """The logits of the next tokens, and the state for the next window."""
-        first, second = state or (None, None)
-        h_BTC, first = self.lstm1(self.embed(x_BT), first)
-        h_BTC, second = self.lstm2(h_BTC, second)
-        return self.head(h_BTC), (first, second)
-
-
-class LstmWithDropout(Lstm):
-    """A peer: the same model with `nn.Dropout` written in."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(p)
-
-    def forward(self, x_BT: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """As in `Lstm`."""
         first, second = state or (None, None)
         h_BTC, first = self.lstm1(self.drop(self.embed(x_BT)), first)
         h_BTC, second = self.lstm2(self.drop(h_BTC), second)
@@ -54,7 +40,6 @@ class StackedLstm(Lstm):
         self.lstm1 = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=p, batch_first=True)
 
     def forward(self, x_BT: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """As in `Lstm`."""
         h_BTC, state = self.lstm1(self.embed(x_BT), state and state[0])
         return self.head(h_BTC), (state,)
 
@@ -75,5 +60,5 @@ class Decoder(nn.Module):
 
 def build(name: str, p: float) -> nn.Module:
     """A model with weights drawn from the global generator; `p` is for the peers."""
-    peers = {"written_in": LstmWithDropout, "stacked": StackedLstm}
+    peers = {"written_in": Lstm, "stacked": StackedLstm}
     return peers[name](p) if name in peers else Decoder() if name == "decoder" else Lstm()

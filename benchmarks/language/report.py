@@ -56,17 +56,16 @@ def _cell(records: Records, model: str, test: str) -> dict[str, Any]:
     found = dict(zip(names, holm_corrected([difference(metrics[name], metrics[NONE]) for name in names]), strict=True))
     found[OTHER] = difference(metrics[OTHER], metrics[NONE])
     between = {f"{a} − {b}": difference(metrics[a], metrics[b]) for a, b in MODELS[model]["contrasts"]}
+    corrected = holm_corrected([*between.values()])
     return {
         "model": model,
         "test": test,
         "perplexity": {name: math.exp(np.mean([run.value for run in runs.values()])) for name, runs in metrics.items()},
         "log_perplexity": {name: [run.value for run in runs.values()] for name, runs in metrics.items()},
         "differences": {name: one.model_dump() for name, one in found.items()},
-        "contrasts": {
-            name: one.model_dump() for name, one in zip(between, holm_corrected([*between.values()]), strict=True)
-        },
+        "contrasts": {name: one.model_dump() for name, one in zip(between, corrected, strict=True)},
         "curves": {
-            name: [np.mean(part, axis=0).tolist() for part in zip(*runs, strict=True)] for name, runs in curves.items()
+            name: [np.mean(of, axis=0).tolist() for of in zip(*runs, strict=True)] for name, runs in curves.items()
         },
     }
 

@@ -55,7 +55,6 @@ class Trial:
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def build(self, device: str = "cpu") -> nn.Module:
-        """Build the model with random weights."""
         torch.manual_seed(0)
         library, _, model = self.name.partition(":")
         with torch.device(device):

@@ -168,7 +168,6 @@ class Check:
     recipe: Recipe | None = None
 
     def run(self) -> dict[str, Any]:
-        """Return the measurements."""
         if self.recipe is not None:  # most models of a sweep are refused, which needs no training
             with suppress(hookdrop.InjectionError):
                 hookdrop.plan(self.model, self.recipe, example_input=self.example.eval)

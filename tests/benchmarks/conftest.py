@@ -1,7 +1,5 @@
 """The programs need the packages of the extra `compare`, and a Unix; without them, none of these tests is collected."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 NEEDED = ("jinja2", "matplotlib", "pebble", "pydantic", "resource", "rich", "sklearn", "timm", "yaml")

@@ -4,8 +4,6 @@ The counts use `sys.setprofile` on frames of the package, after warm-up calls. U
 machine. `pytest tests/benchmarks/test_calls.py -rP` prints them.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

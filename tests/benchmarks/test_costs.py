@@ -1,7 +1,5 @@
 """`benchmarks/train_step.py --part methods` measures each method, and its committed results have all of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

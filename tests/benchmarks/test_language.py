@@ -1,7 +1,5 @@
 """The study of language models: no text is in two splits, scores count each token once, and the controls hold."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from importlib.metadata import version

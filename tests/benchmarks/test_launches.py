@@ -1,7 +1,5 @@
 """`benchmarks/launches.py`: launches, memory traffic and saved bytes on GPUs, on fake CUDA tensors."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

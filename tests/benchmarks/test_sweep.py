@@ -1,7 +1,5 @@
 """`benchmarks/sweep.py`: limits, how a run resumes, and the report; and `placement.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

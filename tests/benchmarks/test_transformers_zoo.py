@@ -1,7 +1,5 @@
 """`benchmarks/transformers_zoo.py`: the committed results, and sites that the check has to reject."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -92,8 +90,7 @@ class TestCheckOfSites:
         return sorted(set(found.values()))
 
     @pytest.mark.parametrize(
-        ("kind", "ends"),
-        [(PreNorm, ("attn", "mlp")), (PostNorm, ("attn", "mlp")), (Sandwich, ("norm1", "norm2"))],
+        ("kind", "ends"), [(PreNorm, ("attn", "mlp")), (PostNorm, ("attn", "mlp")), (Sandwich, ("norm1", "norm2"))]
     )
     def test_ends_of_all_branches_pass(self, kind: type[nn.Module], ends: tuple[str, ...]) -> None:
         assert self.problems(kind, ends) == []

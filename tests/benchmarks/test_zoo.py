@@ -1,7 +1,5 @@
 """`benchmarks/zoo.py`: the full check of a sample of models, and its detection of broken behavior."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import socket

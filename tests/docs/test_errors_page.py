@@ -26,13 +26,10 @@ def test_each_entry_raises_or_warns_once(title: str) -> None:
     assert len(messages()[title]) == 1, messages()[title]
 
 
-def test_no_two_messages_are_equal() -> None:
+def test_no_two_messages_are_equal_and_none_ends_a_sentence_with_four_dots() -> None:
     texts = [(title, text.partition(": ")[2]) for title, found in messages().items() for text in found]
     assert not [(a, b) for (a, first), (b, second) in combinations(texts, 2) if first == second]
     assert len(messages()) == len(CASES)
-
-
-def test_no_message_ends_a_sentence_with_four_dots() -> None:
     assert not [text for found in messages().values() for text in found if "...." in text]
 
 

@@ -32,13 +32,10 @@ def test_linked_figures_exist_and_are_small() -> None:
     assert all((ROOT / "docs" / path).stat().st_size < 80_000 for path in linked)
 
 
-def test_page_shows_every_regularizer() -> None:
+def test_page_shows_every_regularizer_and_schedule(gallery: Any) -> None:
     headings = set(re.findall(r"^### (.*)$", PAGE, re.MULTILINE))
     named = {name for heading in headings for name in heading.split(", ")}
     assert set(REGULARIZERS) <= named
-
-
-def test_page_shows_every_schedule(gallery: Any) -> None:
     public = {name for name in hookdrop.__all__ if name.endswith("Schedule")}
     assert {type(schedule).__name__ for schedule in gallery.SCHEDULES} == public - {"Schedule", "LambdaSchedule"}
 

@@ -1,7 +1,5 @@
 """Jobs without training for tests of the engines: each succeeds or fails in a specific way."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,6 +1,7 @@
 """Models without hooks, and the names that patterns select in them."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -72,21 +73,11 @@ def randomize_norms(model: nn.Module) -> nn.Module:
 
 
 def from_timm(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        import timm
-
-        return timm.create_model(name, **settings)
-
-    return make
+    return lambda: import_module("timm").create_model(name, **settings)
 
 
 def from_torchvision(name: str, **settings: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        import torchvision
-
-        return torchvision.models.get_model(name, weights=None, **settings)
-
-    return make
+    return lambda: import_module("torchvision").models.get_model(name, weights=None, **settings)
 
 
 def names(model: nn.Module, layers: object, exclude: object = ()) -> list[str]:

@@ -39,12 +39,6 @@ def backward(model: nn.Module, scale: float = 1.0) -> Tensor:
     return loss
 
 
-def gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    model(images).square().sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def gradients_of(model: nn.Module, loss: Callable[[], Tensor]) -> list[Tensor]:
     model.zero_grad()
     loss().backward()

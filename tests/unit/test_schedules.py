@@ -11,21 +11,8 @@ import torch
 from hypothesis import assume, given
 from torch import nn
 
-from hookdrop import (
-    ChainedSchedule,
-    ConstantSchedule,
-    CosineSchedule,
-    Dropout,
-    EarlySchedule,
-    ExponentialSchedule,
-    InjectionError,
-    LambdaSchedule,
-    LateSchedule,
-    LinearSchedule,
-    Schedule,
-    inject,
-    plan,
-)
+import hookdrop
+from hookdrop import CosineSchedule, Dropout, EarlySchedule, LambdaSchedule, LinearSchedule, Schedule, inject, plan
 from tests.support.models import pair
 
 
@@ -43,14 +30,14 @@ def test_schedule_that_is_not_a_dataclass_and_returns_tensors() -> None:
 
 
 ALL = [
-    ConstantSchedule(0.5),
+    hookdrop.ConstantSchedule(0.5),
     LinearSchedule(10),
     CosineSchedule(10),
-    ExponentialSchedule(10),
+    hookdrop.ExponentialSchedule(10),
     EarlySchedule(4),
     EarlySchedule(4, linear=True),
-    LateSchedule(4),
-    ChainedSchedule([LinearSchedule(4), ConstantSchedule(0.0)], [6]),
+    hookdrop.LateSchedule(4),
+    hookdrop.ChainedSchedule([LinearSchedule(4), hookdrop.ConstantSchedule(0.0)], [6]),
     LambdaSchedule(math.sqrt),
 ]
 
@@ -73,19 +60,19 @@ def test_ramps_start_and_end_exactly(steps: int, start: float, end: float, delay
 def test_curves_match_their_formulas() -> None:
     """Curriculum dropout: keep = (1 - k) exp(-g t) + k with g = 10 / T, Morerio et al. equation 2; it never exceeds the target."""
     keep, total = 0.5, 1000
-    assert ConstantSchedule().simulate(2) == [1.0, 1.0]
+    assert hookdrop.ConstantSchedule().simulate(2) == [1.0, 1.0]
     assert LinearSchedule(total).simulate(total + 1) == pytest.approx([t / total for t in range(total + 1)])
     assert CosineSchedule(total).simulate(total + 1) == pytest.approx(
         [(1 - math.cos(math.pi * t / total)) / 2 for t in range(total + 1)]
     )
     for t in (0, 1, 10, 500, 1000, 5000):
         expected = (1 - keep) * math.exp(-10 / total * t) + keep
-        assert 1 - (1 - keep) * ExponentialSchedule(total)(t) == pytest.approx(expected)
-        assert ExponentialSchedule(total)(t) <= 1
+        assert 1 - (1 - keep) * hookdrop.ExponentialSchedule(total)(t) == pytest.approx(expected)
+        assert hookdrop.ExponentialSchedule(total)(t) <= 1
 
 
 def test_chained_schedules_count_their_own_steps() -> None:
-    chained = ChainedSchedule([LinearSchedule(2), LinearSchedule(4, start=1.0, end=0.0)], milestones=[10])
+    chained = hookdrop.ChainedSchedule([LinearSchedule(2), LinearSchedule(4, start=1.0, end=0.0)], milestones=[10])
     assert [chained(step) for step in (0, 1, 2, 9, 10, 12, 14, 99)] == [0, 0.5, 1, 1, 1, 0.5, 0, 0]
 
 
@@ -95,7 +82,7 @@ def test_schedules_are_pure_picklable_and_comparable(schedule: Schedule) -> None
     again = pickle.loads(pickle.dumps(schedule))
     assert again == schedule
     assert again.simulate(20) == schedule.simulate(20)
-    assert isinstance(schedule, LambdaSchedule) or eval(repr(schedule)) == schedule
+    assert isinstance(schedule, LambdaSchedule) or eval(repr(schedule), vars(hookdrop)) == schedule
     with pytest.raises(AttributeError):
         schedule.steps = 3
 
@@ -104,7 +91,7 @@ def test_schedules_are_pure_picklable_and_comparable(schedule: Schedule) -> None
 def test_peak_is_the_largest_multiplier(schedule: Schedule) -> None:
     if isinstance(schedule, LambdaSchedule):
         assert schedule.peak is None
-        assert ChainedSchedule([schedule], []).peak is None
+        assert hookdrop.ChainedSchedule([schedule], []).peak is None
     else:
         assert max(schedule.simulate(1000)) == pytest.approx(schedule.peak, abs=1e-4)
 
@@ -128,7 +115,7 @@ LambdaSchedule(0.5); LambdaSchedule(lambda s: "x")(3)
 def test_invalid_settings_raise(calls: str, error: type[Exception]) -> None:
     for call in calls.strip().replace("\n", "; ").split("; "):
         with pytest.raises(error):
-            eval(call)
+            eval(call, vars(hookdrop))
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,16 +157,16 @@ def test_settles_at_is_the_first_constant_step(schedule: Schedule) -> None:
     assert end == 0 or schedule(end // 2) != last
 
 
-CHAINED = ChainedSchedule([LinearSchedule(steps=100), ConstantSchedule(0.0)], [160])
+CHAINED = hookdrop.ChainedSchedule([LinearSchedule(steps=100), hookdrop.ConstantSchedule(0.0)], [160])
 FRACTIONS = {
     "LinearSchedule(steps=1.0)": LinearSchedule(steps=200),
     "LinearSchedule(steps=0.25, start=0.5)": LinearSchedule(steps=50, start=0.5),
     "LinearSchedule(steps=0.9, delay=0.1)": LinearSchedule(steps=180, delay=20),
     "LinearSchedule(steps=30, delay=0.1)": LinearSchedule(steps=30, delay=20),
     "CosineSchedule(steps=0.5, delay=7)": CosineSchedule(steps=100, delay=7),
-    "ExponentialSchedule(steps=1.0)": ExponentialSchedule(steps=200),
+    "ExponentialSchedule(steps=1.0)": hookdrop.ExponentialSchedule(steps=200),
     "EarlySchedule(cutoff=0.3)": EarlySchedule(cutoff=60),
-    "LateSchedule(cutoff=0.3)": LateSchedule(cutoff=60),
+    "LateSchedule(cutoff=0.3)": hookdrop.LateSchedule(cutoff=60),
     **{
         f"ChainedSchedule([LinearSchedule(steps=0.5), ConstantSchedule(0.0)], milestones=[{milestone}])": CHAINED
         for milestone in (0.8, 160)
@@ -192,12 +179,12 @@ class TestFractions:
 
     @pytest.mark.parametrize("text", FRACTIONS)
     def test_fractions_resolve_to_steps(self, text: str) -> None:
-        schedule, in_steps = eval(text), FRACTIONS[text]
+        schedule, in_steps = eval(text, vars(hookdrop)), FRACTIONS[text]
         assert (schedule.is_relative, in_steps.is_relative) == (True, False)
         assert schedule.resolve(200) == in_steps.resolve(7) == in_steps
         assert schedule.simulate(210, total_steps=200) == in_steps.simulate(210)
         for use in (lambda: schedule(3), lambda: schedule.simulate(3)):
-            with pytest.raises(InjectionError, match="total_steps="):
+            with pytest.raises(hookdrop.InjectionError, match="total_steps="):
                 use()
 
     @given(st.floats(0, 1), st.integers(1, 10**6))

@@ -26,22 +26,17 @@ EXACT_PAIRS, RANDOM_FLIPS = 20, 100_000
 
 @dataclass(frozen=True)
 class RunMetric:
-    """The value of a metric for one run."""
-
     value: float
     resampled_B: NDArray[np.float64] = field(repr=False)  # on bootstrap samples of the images, the same for all runs
 
 
 def run_metrics(record: Record) -> dict[Metric, RunMetric]:
-    """All metrics of a finished run."""
     assert record.outcome is not None
     again = resampled(record.images, resamples(len(record.images["correct"]), IMAGE_RESAMPLES, 1))
     return {metric: RunMetric(record.outcome[metric], again[metric]) for metric in METRICS}
 
 
-def resampled(
-    images: Mapping[str, NDArray[np.generic]], counts_BN: NDArray[np.uint8]
-) -> dict[Metric, NDArray[np.float64]]:
+def resampled(images: Mapping[str, NDArray[Any]], counts_BN: NDArray[np.uint8]) -> dict[Metric, NDArray[np.float64]]:
     """Compute each metric on B bootstrap samples, given the count of each image in each sample, of shape (B, N)."""
     confidence_N, correct_N = (images[name].astype(np.float64) for name in ("confidence", "correct"))
     size = len(correct_N)
@@ -65,20 +60,12 @@ def difference(a: Mapping[int, RunMetric], b: Mapping[int, RunMetric]) -> Differ
     # Few pairs, or pairs without spread, may have an interval that excludes 0; the exact test accounts for that.
     certain = smallest_p(len(values)) <= LEVEL and (low < high or p <= LEVEL)
     return Difference(
-        seeds=seeds,
-        values=values,
-        mean=float(np.mean(values)),
-        low=low,
-        high=high,
-        low_images=images[0],
-        high_images=images[1],
-        p=p,
-        p_holm=p,
-        p_smallest=smallest_p(len(seeds)),
-        mde=mde,
-        seeds_for_half=None if mde is None else pairs_for_half(len(seeds)),
+        seeds=seeds, values=values, mean=float(np.mean(values)),
+        low=low, high=high, low_images=images[0], high_images=images[1],
+        p=p, p_holm=p, p_smallest=smallest_p(len(seeds)),
+        mde=mde, seeds_for_half=None if mde is None else pairs_for_half(len(seeds)),
         verdict="above" if certain and low > 0 else "below" if certain and high < 0 else UNCLEAR,
-    )
+    )  # fmt: skip
 
 
 def holm_corrected(family: Sequence[Difference]) -> list[Difference]:
@@ -138,9 +125,8 @@ def minimum_detectable(values: ArrayLike) -> float | None:
 
 def pairs_for_half(pairs: int) -> int:
     """The number of pairs that halves `minimum_detectable` at the same spread, given `pairs` (at least 2)."""
-    return pairs + bisect_left(
-        range(pairs, 8 * pairs), True, key=lambda more: detectable(more) <= detectable(pairs) / 2
-    )
+    half = detectable(pairs) / 2
+    return pairs + bisect_left(range(pairs, 8 * pairs), True, key=lambda more: detectable(more) <= half)
 
 
 def detectable(pairs: int) -> float:

@@ -105,7 +105,6 @@ def _on(name: str, record: Record) -> Record:
 
 
 def paired_metrics(arms: Sequence[PairedArm]) -> PairedMetrics:
-    """The metrics of all complete pairs."""
     found = {}
     for arm in arms:
         runs = {seed: run_metrics(arm.finished[seed]) for seed in sorted(arm.complete)}

@@ -74,8 +74,6 @@ class Spread(Part):
 
 
 class ArmSummary(Part):
-    """The results of an arm."""
-
     name: Name
     kind: Literal["none", "regularizer", "recipe", "peer", "control", "reference"]
     """A reference, such as a linear probe, is not a regularizer: Holm's correction does not include it."""
@@ -172,8 +170,6 @@ class Environment(Part):
 
 
 class Summary(Part):
-    """The results of a comparison."""
-
     title: str
     created: str  # ISO 8601, UTC
     command: str

@@ -16,8 +16,10 @@ from comparison.run.record import Record
 from comparison.spec.run_spec import Run
 from comparison.spec.study import Entry
 
-Costs = Mapping[tuple[str, str], tuple[Spread, Spread]]
-"""Time and memory of a training step relative to none, by cell and the name of the arm; arms may be missing."""
+Cost = tuple[Spread, Spread]
+"""Time and memory of a training step relative to none."""
+Costs = Mapping[tuple[str, str], Cost]
+"""By cell and the name of the arm; arms may be missing."""
 
 
 def summarize(
@@ -48,9 +50,7 @@ def summarize(
     )
 
 
-def _cell(
-    title: str, arms: Sequence[PairedArm], costs: Mapping[str, tuple[Spread, Spread]], remarks: list[str]
-) -> Cell:
+def _cell(title: str, arms: Sequence[PairedArm], costs: Mapping[str, Cost], remarks: list[str]) -> Cell:
     metrics = paired_metrics(arms)
     against = differences(arms, metrics)
     outcomes = [outcome for arm in arms for outcome in arm.outcomes]
@@ -83,7 +83,7 @@ def _failures(records: Mapping[str, Record]) -> list[FailedRun]:
     ]
 
 
-def summarize_arm(arm: PairedArm, against_none: Any, costs: tuple[Spread, Spread] | None) -> ArmSummary:
+def summarize_arm(arm: PairedArm, against_none: Any, costs: Cost | None) -> ArmSummary:
     """Summarize the finished runs of an arm."""
     entry, runs = arm.entry, arm.outcomes
     first: Any = runs[0] if runs else {}
@@ -92,25 +92,16 @@ def summarize_arm(arm: PairedArm, against_none: Any, costs: tuple[Spread, Spread
     return ArmSummary(
         name=entry.arm.name,
         kind="reference" if entry.control == "reference" else "control" if entry.control else entry.arm.kind,  # type: ignore[arg-type]
-        call=first.get("call", entry.arm.call),
-        layers=list(entry.arm.layers),
-        sites=first.get("sites", 0),
+        call=first.get("call", entry.arm.call), layers=list(entry.arm.layers), sites=first.get("sites", 0),
         flags=list(dict.fromkeys(flag for run in runs for flag in run["flags"])),
-        runs=len(runs),
-        asked=_mean([run["asked"] for run in runs]),
+        runs=len(runs), seeds=list(arm.finished), set_aside=dict(arm.set_aside),
+        asked=_mean([run["asked"] for run in runs]), rate_at_end=_mean([run["rate_at_end"] for run in runs]),
         dropped=_mean(dropped),
         dropped_half=float(student.ppf(0.975, len(dropped) - 1) * sem(dropped)) if len(dropped) > 1 else None,
-        rate_at_end=_mean([run["rate_at_end"] for run in runs]),
-        values=values,
-        seeds=list(arm.finished),
-        means={metric: float(np.mean(found)) for metric, found in values.items() if found},
-        against_none=against_none,
-        set_aside=dict(arm.set_aside),
-        tuning=entry.tuning,
-        like=entry.like,
-        time=costs and costs[0],
-        memory=costs and costs[1],
-    )
+        values=values, means={metric: float(np.mean(found)) for metric, found in values.items() if found},
+        against_none=against_none, tuning=entry.tuning, like=entry.like,
+        time=costs and costs[0], memory=costs and costs[1],
+    )  # fmt: skip
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -19,7 +19,6 @@ class Change(NamedTuple):
 
 
 def verdict(cell: Cell) -> str:
-    """The paragraph of a cell."""
     if not (found := compared(cell)):
         return "No variant has a finished pair of runs: nothing can be said yet."
     low, *_, high = 2 * sorted(len(of["accuracy"].values) for of in found.values())

@@ -49,11 +49,7 @@ def digits(data: Data) -> Task:
     return Task(data.name, 10, labels_N, pool.sort().values, test.sort().values, source)
 
 
-LOADERS: dict[str, Callable[[Data], Task]] = {
-    "digits": digits,
-    "synthetic-cue": synthetic.load,
-    "emoji": emoji.load,
-}
+LOADERS: dict[str, Callable[[Data], Task]] = {"digits": digits, "synthetic-cue": synthetic.load, "emoji": emoji.load}
 
 
 def check(data: Data, seeds: range) -> list[str]:

@@ -41,25 +41,17 @@ def load(data: Data) -> Task:
     labels_E = torch.tensor([classes.index(one["category"]) for one in emoji])
     pool, test = hold_out(data.name, labels_E, classes, min(TEST_EMOJI, len(emoji) // 3))
     paths = [folder(root, vendor) / "img" / vendor / "64" / one["image"] for vendor in VENDORS for one in emoji]
+    how = f"download the images again: {FETCH} --prefix {root}"
     try:
         contents = [path.read_bytes() for path in paths]
         x_NCHW = torch.stack([_pixels(path, side) for path in paths])
     except OSError as error:
-        raise DataError(
-            f"cannot read an emoji: {error}.", f"download the images again: {FETCH} --prefix {root}"
-        ) from error
+        raise DataError(f"cannot read an emoji: {error}.", how) from error
     source = stored(x_NCHW, side, data.augmentation, fill=WHITE, statistics=(HALF, HALF))
-    other = torch.arange(2 * len(test)) >= len(test)
-    return Task(
-        data.name,
-        len(classes),
-        labels_E.repeat(len(VENDORS)),
-        pool,
-        torch.cat([test, test + len(emoji)]),
-        source,
-        test_sets={f"{VENDORS[0]}, the training vendor": ~other, f"{VENDORS[1]}, the other vendor": other},
-        sha256=hashlib.sha256(b"".join(contents)).hexdigest(),
-    )
+    both, other = torch.cat([test, test + len(emoji)]), torch.arange(2 * len(test)) >= len(test)
+    sets = {f"{VENDORS[0]}, the training vendor": ~other, f"{VENDORS[1]}, the other vendor": other}
+    sha256 = hashlib.sha256(b"".join(contents)).hexdigest()
+    return Task(data.name, len(classes), labels_E.repeat(len(VENDORS)), pool, both, source, sets, sha256)
 
 
 def folder(root: Path, vendor: str) -> Path:

@@ -50,9 +50,7 @@ class Source:
         return (x_BCHW / 255 - mean[:, None, None]) / std[:, None, None]
 
 
-def stored(
-    x_NCHW: Tensor, side: int | None, augmentation: Augmentation, fill: float = 0.0, **statistics: Any
-) -> Source:
+def stored(x_NCHW: Tensor, side: int | None, augmentation: Augmentation, fill: float = 0.0, **more: Any) -> Source:
     """Images in one tensor, resized to `side`; pixels beyond the edges are `fill`, in the units of the tensor.
 
     `crop-flip` moves an image by up to an eighth of its side, and flips it or not.
@@ -62,7 +60,7 @@ def stored(
     fit = v2.Identity() if side == own else v2.Resize([side, side], antialias=True)
     moved = [v2.RandomCrop(side, padding=max(1, side // 8), fill=fill), v2.RandomHorizontalFlip()]
     augment = None if augmentation == "none" else v2.Compose([fit, *moved])
-    return Source(x_NCHW.__getitem__, (channels, side, side), fit, augment, **statistics)
+    return Source(x_NCHW.__getitem__, (channels, side, side), fit, augment, **more)
 
 
 def files(paths: tuple[str, ...], side: int, augmentation: Augmentation) -> Source:

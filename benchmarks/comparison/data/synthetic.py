@@ -39,8 +39,6 @@ _GLYPHS = """
 
 
 class CueImages(NamedTuple):
-    """Generated images and their properties."""
-
     x_N1HW: Tensor
     y_N: Tensor
     has_glyph_N: Tensor
@@ -48,7 +46,6 @@ class CueImages(NamedTuple):
 
 
 def load(data: Data) -> Task:
-    """Generate the images."""
     size = data.image_size or SIZE
     if data.augmentation == "crop-flip":
         raise DataError(

@@ -43,7 +43,6 @@ class Task:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Shape of an image, (C, H, W)."""
         return self.source.shape
 
     def split(self, train_size: int | None, validation_size: int | None, seed: int) -> Split:

@@ -84,7 +84,6 @@ class Folder:
     """All files of a comparison."""
 
     def __init__(self, path: Path) -> None:
-        """Create the folder if needed."""
         self.path, self.store = path, Store(path.absolute() / "runs")
         self.report, self.summary, self._plan = (
             path / name for name in ("report.html", "summary.json", "comparison.json")

@@ -32,6 +32,9 @@ Engine = Callable[[Sequence[Run], Job, Store], Iterator[Record]]
 Progress = Callable[[int, str], Callable[[Record], None]]
 """Given the number of runs and a title, returns a function to call with each finished record."""
 FRAMES, LONGEST = 4, 2000
+KILLED = """the worker process ended: exit code {}.
+  The usual cause is too little memory (see `dmesg`): use fewer --workers.
+The next start of the comparison retries the run."""
 
 
 @dataclass
@@ -59,7 +62,6 @@ class Runner:
         return found
 
     def tune(self, searches: Mapping[tuple[str, str], Search]) -> Tunings:
-        """Run all searches."""
         records = self.ensure([run for search in searches.values() for run in search.runs()], "Tuning")
         losses = {key: record.outcome["nll"] if record.outcome else None for key, record in records.items()}
         return {arm: search.result(losses) for arm, search in searches.items()}
@@ -87,7 +89,7 @@ def train(runs: Sequence[Run], job: Job, store: Store, workers: int) -> Iterator
             except ProcessExpired as error:
                 # It may have been killed after it stored its record.
                 stored = store.records([run.key]).get(run.key)
-                lost = killed(run, f"exit code {error.exitcode}")
+                lost = failed(run, Failure("killed", KILLED.format(error.exitcode)))
                 yield stored if stored and stored.done else store_record(store, lost)
             except Exception as error:
                 yield store_record(store, failed(run, failure_of(error)))
@@ -138,18 +140,7 @@ def guarded(job: Job, run: Run) -> Record:
 
 
 def failed(run: Run, failure: Failure) -> Record:
-    """A failed record."""
     return Record(run.key, run.model_dump(mode="json"), failure=failure, environment=environment())
-
-
-def killed(run: Run, how: object) -> Record:
-    """The record of a run whose worker process ended."""
-    text = (
-        f"the worker process ended: {how}.\n"
-        "  The usual cause is too little memory (see `dmesg`): use fewer --workers.\n"
-        "The next start of the comparison retries the run."
-    )
-    return failed(run, Failure("killed", text))
 
 
 def store_record(store: Store, record: Record) -> Record:

@@ -26,7 +26,6 @@ def write(summary: Summary, path: Path) -> None:
 
 
 def render(summary: Summary) -> str:
-    """Render the report as HTML."""
     environment = text.environment(HERE, autoescape=True)
     environment.filters |= {"number": number, "probability": probability, "settings": listed}
     environment.globals |= {"short": SHORT, "decimals": DECIMALS, "limits": text.limits}

@@ -33,7 +33,6 @@ def table(cell: Cell) -> Table:
 
 
 def row(arm: ArmSummary) -> list[str]:
-    """The row of an arm."""
 
     def number(value: float | None, form: str) -> str:
         return NOTHING if value is None or not math.isfinite(value) else format(value, form)

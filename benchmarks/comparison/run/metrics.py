@@ -12,8 +12,6 @@ BINS = 15
 
 @dataclass(frozen=True)
 class Scores:
-    """The metrics of a model on a set of images."""
-
     accuracy: float  # in percent
     nll: float  # mean, in nats
     ece: float  # in percent

@@ -84,5 +84,4 @@ class LinearProbe(nn.Module):
         return super().train(False)
 
     def forward(self, x_BCHW: Any) -> Any:
-        """The model's logits."""
         return self.model(x_BCHW)

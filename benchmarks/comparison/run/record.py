@@ -69,7 +69,6 @@ class Record:
 
     @property
     def done(self) -> bool:
-        """Whether the run succeeded."""
         return self.failure is None
 
 

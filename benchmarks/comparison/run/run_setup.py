@@ -41,7 +41,6 @@ class RunSetup:
 
     @property
     def rate(self) -> float | None:
-        """The current rate."""
         return self.drop.p if self.drop else None
 
     def logits(self, indices: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any
@@ -87,9 +86,7 @@ def _last_epoch(setup: RunSetup) -> int:
     return min(run.epochs, math.ceil(run.max_steps / (steps_of(run, len(setup.split.train)) // run.epochs)))
 
 
-def _outcome(
-    setup: RunSetup, losses: list[list[float]], seen: list[str], measured: Any
-) -> tuple[Outcome, Mapping[str, Any]]:
+def _outcome(setup: RunSetup, losses: list[list[float]], seen: list[str], measured: Any) -> tuple[Outcome, Any]:
     """Score the model after its last epoch, and remove the hooks. Return the outcome and the scores of each image."""
     run, drop, task = setup.run, setup.drop, setup.task
     scored, test_sets = (setup.split.test, task.test_sets) if run.stage == "final" else (setup.split.validation, {})
@@ -100,28 +97,16 @@ def _outcome(
     drops = measured is not None and all(site.droppable for site in called)
     asks = drops and all(site.asks for site in called)
     outcome: Outcome = {
-        "call": arms.text_at_rate(run.arm),
-        "sites": len(drop.sites) if drop else 0,
+        "call": arms.text_at_rate(run.arm), "sites": len(drop.sites) if drop else 0,
         "flags": setup.plan.warnings if setup.plan else [],
-        "weights_before": setup.weights,
-        "weights_after": digest(setup.model.state_dict().values()),
-        "batches": seen,
-        "first_loss": losses[0][0],
-        "train_loss": [*map(statistics.fmean, losses)],
-        "rate_at_end": setup.rate,
-        "asked": measured.asked if asks else None,
-        "dropped": measured.dropped if drops else None,
+        "weights_before": setup.weights, "weights_after": digest(setup.model.state_dict().values()), "batches": seen,
+        "first_loss": losses[0][0], "train_loss": [*map(statistics.fmean, losses)], "rate_at_end": setup.rate,
+        "asked": measured.asked if asks else None, "dropped": measured.dropped if drops else None,
         "changes": changes(setup.model, drop, setup.images(scored[:CHECKED_IMAGES]), setup.footprint) if drop else None,
-        "accuracy": scores.accuracy,
-        "nll": scores.nll,
-        "ece": scores.ece,
-        "outputs": digest([logits]),
-        "data": task.sha256,
-        "test_sets": list(test_sets),
-        "steps": sum(map(len, losses)),
-        "train_images": len(setup.split.train),
-        "scored_images": len(scored),
-    }
+        "accuracy": scores.accuracy, "nll": scores.nll, "ece": scores.ece,
+        "outputs": digest([logits]), "data": task.sha256, "test_sets": list(test_sets),
+        "steps": sum(map(len, losses)), "train_images": len(setup.split.train), "scored_images": len(scored),
+    }  # fmt: skip
     images = {**scores.images, "label": task.labels_N[scored].numpy()}
     if test_sets:
         images["test_set"] = torch.stack(list(test_sets.values())).int().argmax(0).numpy()

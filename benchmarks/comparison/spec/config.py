@@ -5,16 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat
 
 from comparison.spec import arms
 from comparison.spec.run_spec import Arm, ConfigError, Data, Model, Training, cell_of, suggest
@@ -63,7 +55,7 @@ class ArmConfig(BaseModel):
     like: str | None = None
     """Whose tuned settings a peer uses. None: those of the regularizer of the same name, or of the first one."""
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _is_one(self) -> Self:
         if len([kind for kind in KINDS if getattr(self, kind)]) != 1:
             raise ValueError("an arm has exactly one of `regularizer`, `recipe`, `peer` and `probe`")
@@ -78,7 +70,7 @@ class ArmConfig(BaseModel):
             raise ValueError(f"{self.text} takes no `{wrong[0]}`: remove it")
         return self
 
-    @field_validator("name")
+    @pydantic.field_validator("name")
     @classmethod
     def _is_free(cls, name: str | None) -> str | None:
         if name in RESERVED:
@@ -89,7 +81,6 @@ class ArmConfig(BaseModel):
 
     @property
     def kind(self) -> Kind:
-        """Which of the four it is."""
         return next(kind for kind in KINDS if getattr(self, kind))
 
     @property
@@ -110,7 +101,6 @@ class ArmConfig(BaseModel):
 
     @property
     def bare_name(self) -> str:
-        """The name without settings."""
         return self.text.partition("(")[0].strip()
 
     def title(self, alone: bool) -> str:
@@ -120,8 +110,6 @@ class ArmConfig(BaseModel):
 
 
 class Config(Training):
-    """A comparison."""
-
     title: str = "A comparison of regularizers"
     models: Annotated[list[Annotated[Model, Named]], Listed, Field(min_length=1)]
     data: Annotated[list[Annotated[Data, Named]], Listed, Field(min_length=1)]
@@ -133,7 +121,7 @@ class Config(Training):
     tuning: TuningConfig | None = None
     timing: float = Field(default=12.0, ge=0)  # seconds for measuring the cost of a training step; 0 skips it
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _fits(self) -> Self:
         if not self.layers and any(arm.takes_layers and not arm.layers for arm in self.arms):
             raise ValueError("`layers` is missing: name the sites, for example `layers: 'layer[34].*.bn2'`")
@@ -162,15 +150,11 @@ class Config(Training):
     def _arm(self, arm: ArmConfig, alone: bool) -> Arm:
         if arm.kind == "probe":
             return Arm(name=arm.title(alone), kind="probe", schedule="none", lr=arm.probe)
-        return Arm(
-            name=arm.title(alone),
-            kind=arm.kind,
-            call=arm.text,
-            p=arms.rate_of(arms.read(arm.kind, arm.text)),
-            layers=tuple(arm.layers or self.layers) if arm.takes_layers else (),
-            schedule=(arm.schedule or self.schedule) if arm.takes_schedule else "none",
-            equal=arm.equal,
-        )
+        schedule = (arm.schedule or self.schedule) if arm.takes_schedule else "none"
+        layers = tuple(arm.layers or self.layers) if arm.takes_layers else ()
+        settings: Any = {"layers": layers, "schedule": schedule, "equal": arm.equal}
+        p = arms.rate_of(arms.read(arm.kind, arm.text))
+        return Arm(name=arm.title(alone), kind=arm.kind, call=arm.text, p=p, **settings)
 
     def like(self, name: str) -> str:
         """The regularizer whose tuned settings the arm uses: its own name, except for a peer."""
@@ -192,7 +176,7 @@ def validate(settings: Mapping[str, Any], source: str) -> Config:
     """Validate the settings of a comparison; `source` names their file in messages."""
     try:
         return Config.model_validate(dict(settings))
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         messages = [f"{source}: {_message(one)}" for one in error.errors()]
         raise ConfigError("\n".join([*messages, "Nothing was trained."])) from None
 

@@ -41,8 +41,6 @@ class Part(BaseModel):
 
 
 class Data(Part):
-    """A dataset."""
-
     name: str  # digits, synthetic-cue, emoji or imagefolder:PATH
     train_size: PositiveInt | None = None  # training images, balanced over classes; None uses all
     validation_size: PositiveInt | None = None  # for tuning and curves; None uses a fifth of all but the test images
@@ -54,12 +52,8 @@ class Data(Part):
 
 
 class Model(Part):
-    """An architecture of timm."""
-
     name: str  # such as resnet18 or timm:resnet18
-    kwargs: dict[
-        str, Any
-    ] = {}  # arguments of the constructor besides the number of classes (and of channels, for timm)
+    kwargs: dict[str, Any] = {}  # arguments of the constructor besides the numbers of classes and of channels
     pretrained: bool | Literal["package"] = False
     """True starts from timm's weights, downloaded if missing; `package` from those in a Python package."""
     identity: tuple[str, ...] = ()  # modules to replace with nn.Identity, such as the max-pool for small images
@@ -99,11 +93,7 @@ class Training(Part):
 
 
 class Run(Training):
-    """One training run."""
-
-    stage: Literal["tuning", "final"] = (
-        "final"  # tuning runs are scored on validation images, final runs on test images
-    )
+    stage: Literal["tuning", "final"] = "final"  # scored on validation images, or on test images
     data: Data
     model: Model
     arm: Arm

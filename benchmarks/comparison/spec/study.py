@@ -32,13 +32,10 @@ class Entry:
 
 @dataclass
 class Study:
-    """All runs of a configuration."""
-
     config: Config
 
     @property
     def seeds(self) -> range:
-        """The seeds of the pairs."""
         return range(self.config.first_seed, self.config.first_seed + self.config.seeds)
 
     @property
@@ -60,7 +57,6 @@ class Study:
         return [entry for data, model in self.config.cells() for entry in self._cell(data, model, tunings)]
 
     def run(self, data: Data, model: Model, arm: Arm, seed: int) -> Run:
-        """A final run with the configured settings."""
         settings = {name: getattr(self.config, name) for name in Training.model_fields}
         return Run(data=data, model=model, arm=arm, seed=seed, **settings)
 

@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from typing_extensions import TypedDict
@@ -17,8 +17,6 @@ FIRST_SEED = 1_000_000
 
 
 class Space(TypedDict, total=False):
-    """The values of each setting."""
-
     p: list[NonNegativeFloat]  # may be a standard deviation; each regularizer checks its own upper bound
     lr: list[PositiveFloat]
     weight_decay: list[NonNegativeFloat]
@@ -65,8 +63,6 @@ class Trial(BaseModel):
 
 
 class Tuning(BaseModel):
-    """The tuning of an arm."""
-
     method: str
     space: dict[str, list[float]]
     trials: list[Trial]
@@ -84,12 +80,10 @@ class Search:
 
     @property
     def space(self) -> dict[str, list[float]]:
-        """The values of each setting."""
         return {**(self.config.space if self.run.arm.p is not None else self.config.space_none)}  # type: ignore[dict-item]
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of each trial."""
         return list(range(FIRST_SEED, FIRST_SEED + self.config.seeds))
 
     def trials(self) -> list[tuple[dict[str, float], list[Run]]]:
@@ -102,7 +96,6 @@ class Search:
         ]
 
     def runs(self) -> list[Run]:
-        """The runs of all trials."""
         return [run for _, runs in self.trials() for run in runs]
 
     def result(self, losses: Mapping[str, float | None]) -> Tuning:
@@ -118,18 +111,12 @@ class Search:
         scored = [trial for trial in trials if trial.score is not None]
         chosen = min(scored, key=lambda trial: trial.score or 0.0).settings if scored else {}
         edges = {name: {min(values), max(values)} for name, values in self.space.items() if len(values) > 1}
-        return Tuning(
-            method=self.config.method,
-            space=self.space,
-            trials=trials,
-            seeds=self.seeds,
-            chosen=chosen,
-            at_edge=[name for name, value in chosen.items() if value in edges.get(name, ())],
-        )
+        at_edge = [name for name, value in chosen.items() if value in edges.get(name, ())]
+        fixed: Any = {"method": self.config.method, "space": self.space, "seeds": self.seeds}
+        return Tuning(**fixed, trials=trials, chosen=chosen, at_edge=at_edge)
 
 
 def with_settings(run: Run, settings: Mapping[str, float]) -> Run:
-    """Return the run with tuned settings."""
     owners = {"p": "arm", "lr": "optimizer", "weight_decay": "optimizer"}
     for name, value in settings.items():
         owner = owners.get(name)

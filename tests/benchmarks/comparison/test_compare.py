@@ -1,7 +1,5 @@
 """End-to-end tests of compare.py: a small comparison from command line to report, resuming, and invalid requests."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -138,11 +136,9 @@ class TestInvalidRequests:
         assert all(f"{arm} on resnet10t on digits: " in text for arm in ("DropBlock", "timm.DropPath (equal p)"))
         assert text.count("Nothing was trained.") == 1
 
-    def test_missing_config_file(self, tmp_path: Path) -> None:
+    def test_files_that_cannot_be_used(self, tiny: SimpleNamespace, tmp_path: Path) -> None:
         status, text = run("--config", BENCHMARKS / "configs" / "digit.yaml", "--out", tmp_path)
         assert (status, "did you mean" in text, "digits.yaml" in text) == (2, True, True)
-
-    def test_output_folder_that_is_not_writable(self, tiny: SimpleNamespace, tmp_path: Path) -> None:
         (tmp_path / "out").write_text("a file")
         status, text = run("--config", tiny.config, "--out", tmp_path / "out", "--workers", 1)
         assert (status, f"--out: cannot write to {tmp_path / 'out'}" in text) == (2, True)
@@ -193,21 +189,20 @@ def difference(arm: ArmSummary) -> str:
     return f"{bold}{interval_text(found, 'accuracy')}{bold}"
 
 
-class TestCommittedResults:
-    @pytest.mark.parametrize("name", ["digits", "synthetic", "finetune", "finetune_scratch", "finetune_schedules"])
-    def test_match_the_shipped_config_and_the_documented_tables(self, name: str) -> None:
-        found = Summary.model_validate_json((BENCHMARKS / "results" / name / "summary.json").read_text())
-        assert settings(found.config) == settings((BENCHMARKS / "configs" / f"{name}.yaml").read_text())
-        assert found.seeds >= 16
-        assert not found.failures
-        assert all(cell.controls.hold and cell.controls.aa_equal == found.seeds for cell in found.cells)
-        page = "finetuning" if name.startswith("finetune") else "results"
-        text = (BENCHMARKS.parent / "docs" / "evidence" / f"{page}.md").read_text()
-        if page == "finetuning":
-            rows = [*differences(found), *(f"{cell.arms[0].means['accuracy']:.2f} %" for cell in found.cells)]
-            assert len(rows) > 4
-            assert [row for row in rows if row not in text] == []
-        else:
-            shown = io.StringIO()
-            Console(file=shown, width=WIDTH, highlight=False).print(table(found.cells[0]))
-            assert "\n".join(line.rstrip() for line in shown.getvalue().splitlines()) in text
+@pytest.mark.parametrize("name", ["digits", "synthetic", "finetune", "finetune_scratch", "finetune_schedules"])
+def test_match_the_shipped_config_and_the_documented_tables(name: str) -> None:
+    found = Summary.model_validate_json((BENCHMARKS / "results" / name / "summary.json").read_text())
+    assert settings(found.config) == settings((BENCHMARKS / "configs" / f"{name}.yaml").read_text())
+    assert found.seeds >= 16
+    assert not found.failures
+    assert all(cell.controls.hold and cell.controls.aa_equal == found.seeds for cell in found.cells)
+    page = "finetuning" if name.startswith("finetune") else "results"
+    text = (BENCHMARKS.parent / "docs" / "evidence" / f"{page}.md").read_text()
+    if page == "finetuning":
+        rows = [*differences(found), *(f"{cell.arms[0].means['accuracy']:.2f} %" for cell in found.cells)]
+        assert len(rows) > 4
+        assert [row for row in rows if row not in text] == []
+    else:
+        shown = io.StringIO()
+        Console(file=shown, width=WIDTH, highlight=False).print(table(found.cells[0]))
+        assert "\n".join(line.rstrip() for line in shown.getvalue().splitlines()) in text

@@ -1,7 +1,5 @@
 """The specification of a comparison: configuration, arms, peers, models and their errors; tuning and the runs of a study."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,34 +52,33 @@ class TestConfigFile:
         }
 
 
-class TestConfigErrors:
-    @pytest.mark.parametrize(
-        ("wrong", "said"),
-        [
-            (GOOD.replace("epochs: 3", "epoch: 3"), "mine.yaml: epoch: Extra inputs are not permitted"),
-            (GOOD.replace("DropBlock(", "DropBlok("), "arms[0]: parse: 'DropBlok' is not a hookdrop regularizer, recipe or schedule.\n  did you mean: DropBlock"),
-            (GOOD.replace("- Drop", "- peer: timm.Drop"), "'timm.DropBlock' is not a peer.\n  did you mean: timm.DropBlock2d"),
-            (GOOD.replace("- Drop", "- recipe: Drop"), "'DropBlock' is not a recipe"),
-            (GOOD + "schedule: Linear\n", "'Linear' is not a hookdrop regularizer, recipe or schedule.\n  did you mean: "),
-            (GOOD + "tuning: {space: {p: [0.1, 0.2], lr: [0.1]}, space_none: {lr: [0.1]}}\n", "2 points for arms with a rate and 1 for arms without one"),
-            (GOOD + "tuning: {space: {p: [0.1, 0.2]}, space_none: {weight_decay: [0.1, 0.2]}}\n", "weight_decay must be in both space and space_none"),
-            (GOOD + "tuning: {space: {p: [0.1]}, space_none: {p: [0.1]}}\n", "arms without a rate have no p"),
-            (GOOD + "  - {regularizer: Dropout(p=0.1), name: 'a, b'}\n", "has a comma"),
-            (GOOD + "  - {regularizer: Dropout(p=0.1), name: none}\n", "the name 'none' is reserved"),
-            (GOOD + "  - {peer: 'timm.DropPath(drop_prob=0.1)', like: Drop}\n", "no regularizer or recipe is named 'Drop'"),
-            (GOOD + "  - DropBlock(p=0.1, block_size=3)\n", "is duplicate or reserved"),
-            (GOOD + "  - {regularizer: Dropout(p=0.1), equal: fraction}\n", "takes no `equal`"),
-            (GOOD + "  - {peer: timm.drop_path_rate(p=0.1), equal: fraction}\n", "takes no `equal`"),
-            (GOOD + "  - {probe: 0.1}\ntuning: {space: {lr: [0.1, 1]}, space_none: {lr: [0.1, 1]}}\n", "a probe has its own learning rate"),
-            (GOOD.replace('layers: "layer*.*.bn2"', ""), "`layers` is missing"),
-            (GOOD.replace("models: resnet10t", "models: [resnet10t, {name: resnet10t, kwargs: {stem_width: 8}}]"), "two cells are named 'resnet10t on digits, all images'"),
-        ],
-    )  # fmt: skip
-    def test_names_the_place_and_the_fix(self, wrong: str, said: str) -> None:
-        with pytest.raises(ConfigError) as caught:
-            config_of(wrong)
-        assert said in str(caught.value)
-        assert str(caught.value).endswith("Nothing was trained.")
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (GOOD.replace("epochs: 3", "epoch: 3"), "mine.yaml: epoch: Extra inputs are not permitted"),
+        (GOOD.replace("DropBlock(", "DropBlok("), "arms[0]: parse: 'DropBlok' is not a hookdrop regularizer, recipe or schedule.\n  did you mean: DropBlock"),
+        (GOOD.replace("- Drop", "- peer: timm.Drop"), "'timm.DropBlock' is not a peer.\n  did you mean: timm.DropBlock2d"),
+        (GOOD.replace("- Drop", "- recipe: Drop"), "'DropBlock' is not a recipe"),
+        (GOOD + "schedule: Linear\n", "'Linear' is not a hookdrop regularizer, recipe or schedule.\n  did you mean: "),
+        (GOOD + "tuning: {space: {p: [0.1, 0.2], lr: [0.1]}, space_none: {lr: [0.1]}}\n", "2 points for arms with a rate and 1 for arms without one"),
+        (GOOD + "tuning: {space: {p: [0.1, 0.2]}, space_none: {weight_decay: [0.1, 0.2]}}\n", "weight_decay must be in both space and space_none"),
+        (GOOD + "tuning: {space: {p: [0.1]}, space_none: {p: [0.1]}}\n", "arms without a rate have no p"),
+        (GOOD + "  - {regularizer: Dropout(p=0.1), name: 'a, b'}\n", "has a comma"),
+        (GOOD + "  - {regularizer: Dropout(p=0.1), name: none}\n", "the name 'none' is reserved"),
+        (GOOD + "  - {peer: 'timm.DropPath(drop_prob=0.1)', like: Drop}\n", "no regularizer or recipe is named 'Drop'"),
+        (GOOD + "  - DropBlock(p=0.1, block_size=3)\n", "is duplicate or reserved"),
+        (GOOD + "  - {regularizer: Dropout(p=0.1), equal: fraction}\n", "takes no `equal`"),
+        (GOOD + "  - {peer: timm.drop_path_rate(p=0.1), equal: fraction}\n", "takes no `equal`"),
+        (GOOD + "  - {probe: 0.1}\ntuning: {space: {lr: [0.1, 1]}, space_none: {lr: [0.1, 1]}}\n", "a probe has its own learning rate"),
+        (GOOD.replace('layers: "layer*.*.bn2"', ""), "`layers` is missing"),
+        (GOOD.replace("models: resnet10t", "models: [resnet10t, {name: resnet10t, kwargs: {stem_width: 8}}]"), "two cells are named 'resnet10t on digits, all images'"),
+    ],
+)  # fmt: skip
+def test_names_the_place_and_the_fix(wrong: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(wrong)
+    assert said in str(caught.value)
+    assert str(caught.value).endswith("Nothing was trained.")
 
 
 class TestPeers:
@@ -144,18 +141,17 @@ class TestArms:
         assert text("timm.DropPath(0.1)", "peer") == "timm.DropPath(0.1) with drop_prob=0.25"
 
 
-class TestModels:
-    @pytest.mark.parametrize(
-        ("model", "channels", "said"),
-        [
-            (Model(name="resnet10"), 3, "no model is named 'resnet10'(.|\n)*did you mean: resnet10t"),
-            (Model(name="resnet18", kwargs={"color": 3}), 3, "cannot build the model"),
-            (Model(name="resnet18", identity=("max_pool",)), 3, "did you mean: maxpool"),
-        ],
-    )
-    def test_invalid_models(self, model: Model, channels: int, said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
-            models.build(model, 10, channels)
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Model(name="resnet10"), "no model is named 'resnet10'(.|\n)*did you mean: resnet10t"),
+        (Model(name="resnet18", kwargs={"color": 3}), "cannot build the model"),
+        (Model(name="resnet18", identity=("max_pool",)), "did you mean: maxpool"),
+    ],
+)
+def test_invalid_models(model: Model, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        models.build(model, 10, 3)
 
 
 GRID = TuningConfig(
@@ -206,18 +202,9 @@ class TestSearch:
 
 class TestStudy:
     SETTINGS: Mapping[str, Any] = {
-        "models": "resnet10t",
-        "data": "digits",
-        "layers": "layer*.*.bn2",
-        "epochs": 1,
-        "seeds": 3,
-        "arms": [
-            "Dropout(p=0.1)",
-            "dropblock_resnet(p=0.1)",
-            {"peer": "timm.DropBlock2d(drop_prob=0.1)", "like": "Dropout"},
-        ],
-        "tuning": GRID.model_dump(),
-    }
+        "models": "resnet10t", "data": "digits", "layers": "layer*.*.bn2", "epochs": 1, "seeds": 3, "tuning": GRID.model_dump(),
+        "arms": ["Dropout(p=0.1)", "dropblock_resnet(p=0.1)", {"peer": "timm.DropBlock2d(drop_prob=0.1)", "like": "Dropout"}],
+    }  # fmt: skip
 
     def study(self, **settings: Any) -> Study:
         return Study(validate({**self.SETTINGS, **settings}, "here"))

@@ -1,7 +1,5 @@
 """The store of finished runs, and the engines: failures become records, and a kill loses only runs in progress."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -76,37 +74,33 @@ class TestStore:
             store.records()
 
 
-class TestFailures:
-    @pytest.mark.parametrize(
-        ("arm", "kind", "message"),
-        [("nan", "nan", "FloatingPointError: the loss is nan at step 7"), ("mistake", "error", "KeyError: 'layer9'")],
-    )
-    def test_an_exception_becomes_a_failed_record_without_absolute_paths(
-        self, tmp_path: Path, arm: str, kind: str, message: str
-    ) -> None:
-        record = guarded(partial(job, tmp_path), run := run_of(3, arm))
-        assert (failure := record.failure)
-        assert (failure.kind, failure.message[: len(message)]) == (kind, message)
-        assert failure.message.endswith(f" in _{arm}")
-        assert str(ROOT) not in failure.message
-        assert (record.key, record.spec, record.done) == (run.key, run.model_dump(mode="json"), False)
+@pytest.mark.parametrize(
+    ("arm", "kind", "message"),
+    [("nan", "nan", "FloatingPointError: the loss is nan at step 7"), ("mistake", "error", "KeyError: 'layer9'")],
+)
+def test_an_exception_becomes_a_failed_record_without_paths(tmp_path: Path, arm: str, kind: str, message: str) -> None:
+    record = guarded(partial(job, tmp_path), run := run_of(3, arm))
+    assert (failure := record.failure)
+    assert (failure.kind, failure.message[: len(message)]) == (kind, message)
+    assert failure.message.endswith(f" in _{arm}")
+    assert str(ROOT) not in failure.message
+    assert (record.key, record.spec, record.done) == (run.key, run.model_dump(mode="json"), False)
 
 
-class TestLocal:
-    def test_failed_and_killed_runs_become_records_and_the_others_finish(self, tmp_path: Path, store: Store) -> None:
-        runs = runs_of("good", "killed_once", "nan", "mistake", "doubt", "good", "store_full")
-        found = train(runs, store)
-        kinds = [failure.kind if (failure := found[run.key].failure) else "done" for run in runs]
-        assert kinds == ["done", "done", "nan", "error", "error", "done", "error"]
-        assert starts(tmp_path) == {run.key: 1 + (run.arm.name == "killed_once") for run in runs}
-        # A record that does not fit on the disk is still reported.
-        assert set(store.records()) == {run.key for run in runs[:-1]}
-        doubt, good = found[runs[4].key].failure, found[runs[0].key].outcome
-        assert doubt is not None
-        assert doubt.message.startswith("HookdropWarning: the block covers its map")
-        assert good is not None
-        assert good["threads"] == 1  # type: ignore[typeddict-item]
-        assert good["pid"] != os.getpid()  # type: ignore[typeddict-item]
+def test_failed_and_killed_runs_become_records_and_the_others_finish(tmp_path: Path, store: Store) -> None:
+    runs = runs_of("good", "killed_once", "nan", "mistake", "doubt", "good", "store_full")
+    found = train(runs, store)
+    kinds = [failure.kind if (failure := found[run.key].failure) else "done" for run in runs]
+    assert kinds == ["done", "done", "nan", "error", "error", "done", "error"]
+    assert starts(tmp_path) == {run.key: 1 + (run.arm.name == "killed_once") for run in runs}
+    # A record that does not fit on the disk is still reported.
+    assert set(store.records()) == {run.key for run in runs[:-1]}
+    doubt, good = found[runs[4].key].failure, found[runs[0].key].outcome
+    assert doubt is not None
+    assert doubt.message.startswith("HookdropWarning: the block covers its map")
+    assert good is not None
+    assert good["threads"] == 1  # type: ignore[typeddict-item]
+    assert good["pid"] != os.getpid()  # type: ignore[typeddict-item]
 
 
 class TestRunner:

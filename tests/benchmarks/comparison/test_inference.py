@@ -1,7 +1,5 @@
 """Statistics: metrics against references, coverage of intervals, tests by enumeration; the stored results again."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path

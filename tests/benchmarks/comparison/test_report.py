@@ -1,7 +1,5 @@
 """The report: its HTML, its sentences, and the page in a browser."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Summaries: pairs, excluded runs, controls, and the sentences of the report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal

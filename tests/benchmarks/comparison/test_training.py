@@ -1,7 +1,5 @@
 """Training runs: pairs, controls and outcomes; pretrained weights, linear probes, and peers that are arguments of a model."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import re
@@ -95,7 +93,7 @@ class TestOutcome:
         model.add_module("2", torch.nn.Tanh())
         model[0].register_forward_hook(lambda *_: None)
         assert changes(model, drop, torch.zeros(2, 3), before) == [
-            *("repr after removal", "modules after removal", "hooks after removal"),
+            *("repr after removal", "modules after removal", "hooks after removal")
         ]
 
     def test_flags_contain_the_warnings_of_the_plan(self) -> None:
@@ -108,19 +106,14 @@ class TestOutcome:
         found = outcome_of(arm=Arm(name="a", call=call, p=p, layers=SITES), max_steps=2)
         assert (found["asked"], found["dropped"] is None, found["sites"]) == (None, "Noise" in call, 4)
 
-    def test_tuning_runs_are_scored_on_validation_images(self) -> None:
-        assert outcome_of(stage="tuning", max_steps=2)["scored_images"] == 40
-
     def test_the_environment_is_json_without_host_user_or_path(self) -> None:
         text = json.dumps(found := environment(), allow_nan=False)
         assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|", found["git"])
         assert not any(private in text for private in (f'"{getpass.getuser()}"', str(Path.home()), str(ROOT)))
 
-
-class TestSettings:
-    def test_max_steps_stops_early(self) -> None:
-        outcome = outcome_of(max_steps=3)
-        assert (outcome["steps"], len(outcome["train_loss"])) == (3, 2)
+    def test_tuning_runs_are_scored_on_validation_images_and_max_steps_stops_early(self) -> None:
+        outcome = outcome_of(stage="tuning", max_steps=3)
+        assert (outcome["steps"], len(outcome["train_loss"]), outcome["scored_images"]) == (3, 2, 40)
 
     def test_a_nonfinite_loss_raises(self) -> None:
         with pytest.raises(FloatingPointError, match=r"the loss of optimizer step \d+ \(epoch 1\) is (nan|inf)"):

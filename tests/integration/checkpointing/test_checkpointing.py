@@ -101,11 +101,22 @@ def test_gradients_are_bit_identical_with_and_without_checkpointing(case: Case, 
         drop.remove()
 
 
+@pytest.fixture(params=["this version", "before 2.8"])
+def pytorch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.6 and 2.7 do not report saved-tensors hooks, so checkpoints are recognized on the call stack."""
+    if request.param == "before 2.8":
+        monkeypatch.setattr(checkpointing.internals, "saved_tensors_hooks", None)
+
+
+ANY_PYTORCH = pytest.mark.usefixtures("pytorch")
+
+
 class TestRngStateNotPreserved:
     """`preserve_rng_state=False`: the recompute has another mask and the gradients are wrong; PyTorch does not warn."""
 
+    @ANY_PYTORCH
     @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize("name", ["DropBlock (sparse)", "LayerDrop"])
+    @pytest.mark.parametrize("name", ["Dropout", "DropBlock (sparse)", "LayerDrop"])
     def test_warns_once(self, name: str, mode: Forward) -> None:
         model, x = EVERY[name].model(), EVERY[name].input()
         inject(model, EVERY[name].regularizer, layers=SITES)
@@ -196,33 +207,12 @@ class TestOtherThreads:
         assert [drop.p, *(site.p for site in drop.sites)] == [0.0] * 3
 
 
-class TestBeforePyTorch28:
-    """PyTorch 2.6 and 2.7 do not report saved-tensors hooks, so checkpoints are recognized on the call stack."""
-
-    @pytest.fixture(autouse=True)
-    def without_saved_tensors_hooks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(checkpointing.internals, "saved_tensors_hooks", None)
-
-    def test_ordinary_forwards_are_not_remembered(self) -> None:
-        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
-        drop = inject(model, Dropout(0.3), layers=SITES)
-        run(model, x, plain)
-        assert not drop._states[0].live.checkpointed
-
-    @pytest.mark.parametrize("mode", MODES)
-    def test_checkpointed_forwards_are_remembered(self, mode: Forward) -> None:
-        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
-        drop = inject(model, Dropout(0.3), layers=SITES, schedule=LinearSchedule(4))
-        drop.step()
-        expected = run(model, x, plain)
-        assert all_equal(run(model, x, mode, between=drop.step), expected)
-
-    @pytest.mark.parametrize("mode", MODES)
-    def test_warns_if_the_rng_state_is_not_preserved(self, mode: Forward) -> None:
-        model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
-        inject(model, Dropout(0.3), layers=SITES)
-        with pytest.warns(HookdropWarning, match="remove preserve_rng_state=False"), suppress(CheckpointError):
-            run(model, x, functools.partial(mode, preserve_rng_state=False))
+@ANY_PYTORCH
+def test_ordinary_forwards_are_not_remembered() -> None:
+    model, x = EVERY["Dropout"].model(), EVERY["Dropout"].input()
+    drop = inject(model, Dropout(0.3), layers=SITES)
+    run(model, x, plain)
+    assert not drop._states[0].live.checkpointed
 
 
 ALL_MODES = pytest.mark.parametrize("mode", MODES)
@@ -234,6 +224,7 @@ CHANGES: dict[str, Callable[[Injection], object]] = {
 }
 
 
+@ANY_PYTORCH
 @ALL_MODES
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("case", REPRESENTATIVE.values(), ids=REPRESENTATIVE)

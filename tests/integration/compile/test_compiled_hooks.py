@@ -17,25 +17,8 @@ from torch.func import vmap
 from torch.overrides import _len_torch_function_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from hookdrop import (
-    ActivationPenalty,
-    DropBlock,
-    DropKey,
-    Dropout,
-    Dropout2d,
-    DropPath,
-    GaussianDropout,
-    HookdropWarning,
-    Injection,
-    InjectionError,
-    LinearSchedule,
-    Mixout,
-    MixStyle,
-    Regularizer,
-    ShakeDrop,
-    UniformNoise,
-    inject,
-)
+import hookdrop
+from hookdrop import DropBlock, Dropout, DropPath, GaussianDropout, HookdropWarning, LinearSchedule, Mixout, inject
 from hookdrop.functional import drop_path
 from hookdrop.kernels import random_numbers, triton_dropblock
 from hookdrop.observe import grad_cam
@@ -91,7 +74,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 def hooked(layer: nn.Module, **settings: Any) -> tuple[nn.Sequential, Any]:
     model = nn.Sequential(layer, nn.Tanh())
-    return model, inject(model, DropKey(0.4, calls=(True,)), layers="0", **settings)
+    return model, inject(model, hookdrop.DropKey(0.4, calls=(True,)), layers="0", **settings)
 
 
 def step(call: Callable[[Tensor], Tensor], model: nn.Module) -> list[Tensor]:
@@ -151,57 +134,55 @@ def test_nothing_is_left_after_an_error() -> None:
 
 def test_a_layer_without_scores_is_an_error() -> None:
     model, _ = hooked(nn.Linear(16, 16))
-    with pytest.raises(InjectionError, match="attention 0 times"):
+    with pytest.raises(hookdrop.InjectionError, match="attention 0 times"):
         torch.compile(model, backend="eager")(torch.randn(2, 7, 16))
     with pytest.raises(Exception, match="attention 0 times"):
         torch.compile(model, backend="eager", fullgraph=True)(torch.randn(2, 7, 16))
 
 
-# --- regularized parameters
-
-
-@pytest.mark.parametrize(("regularizer", "backend"), [(Mixout(p=0.5), "inductor"), (Dropout(p=0.5), "aot_eager")])
-def test_compiled_layers_use_regularized_weights(regularizer: Regularizer, backend: str) -> None:
-    """A dropped element of a weight has no gradient; its share is right within 4 standard errors."""
-    model = nn.Sequential(nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 100))
-    plain, x = copy.deepcopy(model), torch.randn(8, 100)
-    drop = inject(model, regularizer, layers=nn.Linear, at="parameters", schedule=LinearSchedule(10))
-    fast = torch.compile(model, backend=backend, fullgraph=True)
-    for step in (4, 10):
-        drop.seek(step)
-        model.zero_grad()
-        fast(x).square().sum().backward()
-        for layer in (model[0], model[2]):
-            assert (layer.weight.grad == 0).float().mean() == pytest.approx(0.05 * step, abs=0.02)
-            assert "weight" not in vars(layer)
-    assert graphs() == 1
-    model.eval()
-    torch.testing.assert_close(fast(x), torch.compile(plain, backend=backend)(x), rtol=0, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # at every hook on an LSTM
-def test_an_lstm_runs_uncompiled() -> None:
-    """Dynamo breaks the graph at recurrent layers; the rest is compiled."""
-    model = nn.Sequential(nn.LSTM(8, 50))
-    inject(model, Dropout(p=0.5), layers="0", at="parameters", tensor="weight_hh_*")
-    torch.compile(model, backend="aot_eager")(torch.randn(5, 3, 8))[0].sum().backward()
-    assert (model[0].weight_hh_l0.grad == 0).float().mean() == pytest.approx(0.5, abs=0.02)
-    assert (model[0].weight_ih_l0.grad == 0).float().mean() < 0.01
-
-
-@pytest.mark.parametrize("compiled", [lambda model: model, lambda model: lambda x: model(x)], ids=["model", "function"])
-def test_a_forward_that_is_compiled_alone_raises(compiled: Callable[[nn.Module], Any]) -> None:
-    """PyTorch runs the hooks of the outermost module outside of the graph, which would use the parameter as it is."""
-    model = toy(lambda net, x: x @ net.weight, weight=nn.Parameter(torch.ones(50, 50)))
-    drop = inject(model, Dropout(p=0.5), layers=model, at="parameters", schedule=LinearSchedule(1))
-    fast = torch.compile(compiled(model), backend="eager", fullgraph=True)
-    if compiled(model) is model:
-        with pytest.raises(InjectionError):
-            fast(torch.eye(50))
-    else:
-        for step in (0, 1):
+class TestParameters:
+    @pytest.mark.parametrize(("regularizer", "backend"), [(Mixout(p=0.5), "inductor"), (Dropout(p=0.5), "aot_eager")])
+    def test_compiled_layers_use_regularized_weights(self, regularizer: hookdrop.Regularizer, backend: str) -> None:
+        """A dropped element of a weight has no gradient; its share is right within 4 standard errors."""
+        model = nn.Sequential(nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 100))
+        plain, x = copy.deepcopy(model), torch.randn(8, 100)
+        drop = inject(model, regularizer, layers=nn.Linear, at="parameters", schedule=LinearSchedule(10))
+        fast = torch.compile(model, backend=backend, fullgraph=True)
+        for step in (4, 10):
             drop.seek(step)
-            assert (fast(torch.eye(50)) == 0).float().mean() == pytest.approx(0.5 * step, abs=0.05)
+            model.zero_grad()
+            fast(x).square().sum().backward()
+            for layer in (model[0], model[2]):
+                assert (layer.weight.grad == 0).float().mean() == pytest.approx(0.05 * step, abs=0.02)
+                assert "weight" not in vars(layer)
+        assert graphs() == 1
+        model.eval()
+        torch.testing.assert_close(fast(x), torch.compile(plain, backend=backend)(x), rtol=0, atol=0)
+
+    @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # at every hook on an LSTM
+    def test_an_lstm_runs_uncompiled(self) -> None:
+        """Dynamo breaks the graph at recurrent layers; the rest is compiled."""
+        model = nn.Sequential(nn.LSTM(8, 50))
+        inject(model, Dropout(p=0.5), layers="0", at="parameters", tensor="weight_hh_*")
+        torch.compile(model, backend="aot_eager")(torch.randn(5, 3, 8))[0].sum().backward()
+        assert (model[0].weight_hh_l0.grad == 0).float().mean() == pytest.approx(0.5, abs=0.02)
+        assert (model[0].weight_ih_l0.grad == 0).float().mean() < 0.01
+
+    @pytest.mark.parametrize(
+        "compiled", [lambda model: model, lambda model: lambda x: model(x)], ids=["model", "function"]
+    )
+    def test_a_forward_that_is_compiled_alone_raises(self, compiled: Callable[[nn.Module], Any]) -> None:
+        """PyTorch runs the hooks of the outermost module outside of the graph, which would use the parameter as it is."""
+        model = toy(lambda net, x: x @ net.weight, weight=nn.Parameter(torch.ones(50, 50)))
+        drop = inject(model, Dropout(p=0.5), layers=model, at="parameters", schedule=LinearSchedule(1))
+        fast = torch.compile(compiled(model), backend="eager", fullgraph=True)
+        if compiled(model) is model:
+            with pytest.raises(hookdrop.InjectionError):
+                fast(torch.eye(50))
+        else:
+            for step in (0, 1):
+                drop.seek(step)
+                assert (fast(torch.eye(50)) == 0).float().mean() == pytest.approx(0.5 * step, abs=0.05)
 
 
 # --- loss terms
@@ -209,10 +190,10 @@ def test_a_forward_that_is_compiled_alone_raises(compiled: Callable[[nn.Module],
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
 
 
-def penalized(**settings: object) -> tuple[nn.Sequential, Injection]:
+def penalized(**settings: object) -> tuple[nn.Sequential, hookdrop.Injection]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(inplace=True))
-    return model, inject(model, ActivationPenalty(), layers=["0", "2"], **settings)
+    return model, inject(model, hookdrop.ActivationPenalty(), layers=["0", "2"], **settings)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -254,22 +235,18 @@ def checkpointed(part: nn.Module) -> nn.Module:
 
 
 def test_a_checkpoint_inside_of_compiled_code_counts_once() -> None:
-    """By default, PyTorch runs a checkpoint with side effects outside of the graph; a setting allows them."""
+    """By default, PyTorch runs a checkpoint with side effects outside of the graph; the error names the setting."""
     part, drop = penalized()
     model = checkpointed(part)
     expected = gradients_of(model, lambda: model(X).square().mean() + drop.penalty())
     broken = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(gradients_of(model, lambda: broken(X).square().mean() + drop.penalty()), expected)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="skip_fwd_side_effects_in_bwd_under_checkpoint = True"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(X)
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
         whole = torch.compile(model, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(gradients_of(model, lambda: whole(X).square().mean() + drop.penalty()), expected)
     assert drop.penalty() == 0
-
-
-def test_a_compiled_checkpoint_whole_graph_names_the_setting() -> None:
-    part, _ = penalized()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="skip_fwd_side_effects_in_bwd_under_checkpoint = True"):
-        torch.compile(checkpointed(part), backend="aot_eager", fullgraph=True)(X)
 
 
 def test_the_penalty_is_read_outside_of_the_compiled_function() -> None:
@@ -388,7 +365,7 @@ def test_one_graph_serves_all_rates_and_shapes() -> None:
 def test_mixstyle_and_shake_drop() -> None:
     """MixStyle's gradient is the factor of each channel; ShakeDrop keeps the same samples in both passes."""
     model = toy(lambda self, x, ones: (self.mix(x), self.shake(ones)), mix=nn.Identity(), shake=nn.Identity())
-    inject(model, {"mix": MixStyle(1.0, alpha=5.0), "shake": ShakeDrop(0.5)})
+    inject(model, {"mix": hookdrop.MixStyle(1.0, alpha=5.0), "shake": hookdrop.ShakeDrop(0.5)})
     x, ones = styled().double().requires_grad_(), torch.ones(1000, 2, requires_grad=True)
     with low_budget():
         y, shaken = torch.compile(model, backend=PARTITIONED, fullgraph=True)(x, ones)
@@ -500,7 +477,7 @@ def test_numbers_that_are_not_fused_have_the_right_rate(monkeypatch: pytest.Monk
     """As on CUDA, where fused numbers are faulty in some versions of PyTorch."""
     monkeypatch.setattr(random_numbers, "_must_not_fuse", lambda device: True)
     model, x = nn.Sequential(nn.Identity(), nn.Identity()), torch.ones(64, 64, 12, 12)
-    inject(model, {"0": Dropout2d(0.4), "1": UniformNoise(0.4)})
+    inject(model, {"0": hookdrop.Dropout2d(0.4), "1": hookdrop.UniformNoise(0.4)})
     y = torch.compile(model, backend=PARTITIONED, fullgraph=True)(x)
     assert zero_fraction(y[..., 0, 0]) == pytest.approx(0.4, abs=0.03)
     assert (y[y != 0] * (1 - 0.4)).std().item() * 3**0.5 == pytest.approx(0.4, abs=0.01)

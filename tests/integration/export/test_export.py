@@ -14,20 +14,8 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    Dropout2d,
-    DropPath,
-    GaussianNoise,
-    HookdropWarning,
-    Injection,
-    InjectionError,
-    LinearSchedule,
-    find,
-    inject,
-    without_hooks,
-)
+import hookdrop
+from hookdrop import DropBlock, Dropout, HookdropWarning, InjectionError, LinearSchedule, find, inject, without_hooks
 from tests.support.models import Small, toy
 from tests.support.tensors import zero_fraction
 
@@ -43,9 +31,9 @@ def everywhere(model: Small) -> Small:
     """Place all kinds of hooks: on containers, layers, inputs and the model itself; also foreign modules."""
     inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(4)).seek(2)
     inject(model, Dropout(0.4), layers="layer2.*.bn1")
-    inject(model, DropPath(0.4), layers="fc", at="input")
+    inject(model, hookdrop.DropPath(0.4), layers="fc", at="input")
     inject(model, nn.Dropout2d(0.4), layers="layer2.*.conv1", name="theirs")
-    inject(model, GaussianNoise(0.4), layers=model)
+    inject(model, hookdrop.GaussianNoise(0.4), layers=model)
     return model
 
 
@@ -148,7 +136,7 @@ class TestTraceInTrainMode:
         assert not torch.equal(model(images), model(images))
 
 
-def one_site(regularizer: nn.Module) -> tuple[nn.Module, Injection]:
+def one_site(regularizer: nn.Module) -> tuple[nn.Module, hookdrop.Injection]:
     """A model whose output contains no zeros without dropout, after one of two steps of a schedule."""
     model = nn.Sequential(nn.Hardtanh(1.0, 2.0))
     drop = inject(model, regularizer, layers="0", schedule=LinearSchedule(2))
@@ -193,7 +181,7 @@ class TestExportInTrainMode:
     @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
     @pytest.mark.parametrize(
         "regularizer",
-        [Dropout2d(0.4), *(DropBlock(0.4, 3, normalize=n) for n in ("batch", "sample", "expected", None))],
+        [hookdrop.Dropout2d(0.4), *(DropBlock(0.4, 3, normalize=n) for n in ("batch", "sample", "expected", None))],
     )
     def test_make_fx_keeps_the_current_rate(self, regularizer: nn.Module, mode: str) -> None:
         """No warning is raised, because the compiler uses it too, and hooks keep no symbolic values."""

@@ -126,10 +126,12 @@ def test_families(name: str) -> None:
         assert not any(part in f".{site.name}" for site in planned)
 
 
-def test_pooling_that_is_only_registered_first_changes_nothing() -> None:
+def test_tracing_and_pooling_that_is_only_registered_first_change_nothing() -> None:
     model = UNet()
+    assert sites(torch.fx.symbolic_trace(model)) == (found := sites(model))
     model._modules = {"pool": nn.AdaptiveAvgPool2d(1), **model._modules}
-    assert len(sites(model)) == 10
+    assert sites(model) == found
+    assert len(found) == 10
 
 
 def test_layers_before_a_pooling_have_sites() -> None:
@@ -151,10 +153,6 @@ class TestBackbone:
         for model in (nn.Sequential(nn.Sequential(a, b, c), nn.Conv2d(4, 2, 1)), returns_all):
             with pytest.raises(LayerError, match="outside a backbone"):
                 inject(model, dropblock_unet(), example_input=torch.zeros(2, 3, 64, 64))
-
-
-def test_traced_model_keeps_its_sites() -> None:
-    assert sites(torch.fx.symbolic_trace(UNet())) == sites(UNet())
 
 
 def test_shared_blocks_and_convolutions_have_one_site() -> None:

@@ -161,9 +161,6 @@ def test_cross_attention_is_a_branch() -> None:
     assert "h.0.crossattention" not in [s.name for s in plan(model, stochastic_depth(), example_input=ids).sites]
 
 
-# --- on a subset of the batch
-
-
 def test_subset_hooks_whole_branches() -> None:
     """Before a layer scale, because a branch runs on the samples that are kept."""
     model = timm.create_model("vit_small_patch14_dinov2", depth=2, img_size=28, patch_size=14)

@@ -212,17 +212,9 @@ def test_recipes_find_their_sites_under_peft() -> None:
     assert all(site.called for site in heads.sites)
 
 
-IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-
-def vit(**settings: Any) -> nn.Module:
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 4}
-    return timm.create_model("vit_tiny_patch16_224", **sizes, **settings)
-
-
 TEXT = {"input_ids": IDS}
 SITES: dict[str, tuple[Any, Any, list[str]]] = {
-    "vit": (vit, IMAGES, [f"blocks.{i}.attn" for i in range(4)]),
+    "vit": (lambda: timm_vit(64, depth=4), torch.randn(2, 3, 64, 64), [f"blocks.{i}.attn" for i in range(4)]),
     "llama": (llama, TEXT, [f"model.layers.{i}.self_attn" for i in range(2)]),
     "t5": (
         t5,

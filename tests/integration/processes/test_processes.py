@@ -206,9 +206,7 @@ assert "matplotlib.pyplot" not in sys.modules
 NEW = """
 from torch import Tensor
 
-from hookdrop.regularizers.base import Regularizer
-from hookdrop.regularizers.base import Rate
-
+from hookdrop.regularizers.base import Rate, Regularizer
 
 AMOUNT = Rate("amount", kind="factor")
 

@@ -1,6 +1,7 @@
 """`hookdrop.integrations.transformers.InjectionCallback`."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ class SeedSteps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         torch.manual_seed(state.global_step)
+
+
+def on(event: str, do: Callable[..., object]) -> TrainerCallback:
+    """Call `do` with the state and the other arguments of an event, such as `model` and `logs`."""
+    made = TrainerCallback()
+    setattr(made, event, lambda args, state, control, **given: do(state, **given))
+    return made
 
 
 class Rates(TrainerCallback):
@@ -101,15 +109,14 @@ class TestSteps:
         assert callback.injection is None
 
     def test_a_callback_that_is_added_during_the_training(self, tmp_path: Path) -> None:
-        callback, rates = InjectionCallback(BRANCHES), Rates()
+        added, rates = InjectionCallback(BRANCHES), Rates()
 
-        class Add(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                if state.global_step == 3:
-                    made.add_callback(callback)
-                    made.add_callback(rates)
+        def add(state: Any, **given: Any) -> None:
+            if state.global_step == 3:
+                made.add_callback(added)
+                made.add_callback(rates)
 
-        made = trainer(tmp_path, Add())
+        made = trainer(tmp_path, on("on_step_end", add))
         made.train()
         assert rates.rates == pytest.approx([0.3 * step / 8 for step in range(3, 8)])
 
@@ -134,13 +141,11 @@ class TestResume:
             assert torch.equal(value, resumed.model.state_dict()[name]), name
 
     def test_target_rates_changed_during_the_training_are_restored(self, tmp_path: Path) -> None:
+        def change(state: Any, model: nn.Module, **given: Any) -> None:
+            if state.global_step == 2:
+                next(iter(find(model))).target_p = 0.2
 
-        class Change(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-                if state.global_step == 2:
-                    next(iter(find(model))).target_p = 0.2
-
-        trainer(tmp_path, InjectionCallback(BRANCHES), Change(), **RESTORED).train()
+        trainer(tmp_path, InjectionCallback(BRANCHES), on("on_step_end", change), **RESTORED).train()
         resumed = trainer(tmp_path, InjectionCallback(BRANCHES), **RESTORED)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert next(iter(find(resumed.model))).target_p == 0.2
@@ -170,13 +175,9 @@ class TestResume:
 def test_reporters_receive_the_metrics(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 
-    class Reporter(TrainerCallback):
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            seen.append(dict(logs))
-
     for log in (True, False):
         made = trainer(tmp_path, logging_strategy="steps", logging_steps=1)
-        made.add_callback(Reporter())
+        made.add_callback(on("on_log", lambda state, logs, **given: seen.append(dict(logs))))
         InjectionCallback(BRANCHES, log=log).register(made)
         made.train()
         find(made.model).remove()
@@ -197,12 +198,11 @@ def test_ranks_draw_different_masks_at_equal_rates(tmp_path: Path) -> None:
 class TestErrors:
     @pytest.mark.parametrize("step", [0, 3])
     def test_an_exception_leaves_no_hooks(self, step: int, tmp_path: Path) -> None:
-        class Failing(TrainerCallback):
-            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                if state.global_step == step:
-                    raise FloatingPointError
+        def fail(state: Any, **given: Any) -> None:
+            if state.global_step == step:
+                raise FloatingPointError
 
-        made = trainer(tmp_path, InjectionCallback(BRANCHES), Failing())
+        made = trainer(tmp_path, InjectionCallback(BRANCHES), on("on_pre_optimizer_step", fail))
         with pytest.raises(FloatingPointError):
             made.train()
         assert not find(made.model)

@@ -23,13 +23,10 @@ def unseeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeding, "_last", None)
 
 
-def test_no_two_ranks_of_neighboring_jobs_share_a_seed() -> None:
+def test_per_rank_seeds_have_fixed_values_that_no_two_ranks_of_neighboring_jobs_share() -> None:
     """`seed + rank` would share seeds; the CPU generator uses the lowest 32 bits of a seed."""
     seeds = {seed_per_rank(seed, rank=rank) % 2**32 for seed in range(-4, 16) for rank in range(32)}
     assert len(seeds) == 20 * 32
-
-
-def test_per_rank_seeds_have_fixed_values() -> None:
     assert [seed_per_rank(0, rank=rank) for rank in (0, 1)] == [9077812382499248585, 6507704258292572590]
     assert seed_per_rank(-1, rank=0) == seed_per_rank(2**64 - 1, rank=0)  # equal for torch.manual_seed, too
 

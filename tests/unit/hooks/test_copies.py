@@ -18,17 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    Injection,
-    InjectionError,
-    LinearSchedule,
-    find,
-    inject,
-    plan,
-    without_hooks,
-)
+from hookdrop import DropBlock, Dropout, Injection, InjectionError, LinearSchedule, find, inject, plan, without_hooks
 from hookdrop.recipes.base import Recipe, RecipeSite
 from tests.support.leaks import no_leaks
 from tests.support.models import Small, without_zeros
@@ -154,9 +144,7 @@ def test_copy_made_in_inference_mode_can_be_stepped_outside(model: Small, images
         assert not torch.equal(twin(images), twin(images))
 
 
-def test_averaged_model_adds_no_keys_and_is_deterministic_inside_disabled(
-    model: Small, drop: Injection, images: Tensor
-) -> None:
+def test_averages_add_no_keys_and_are_deterministic_if_disabled(model: Small, drop: Injection, images: Tensor) -> None:
     """AveragedModel copies the model in training mode, so it is stochastic by default."""
     assert model.state_dict().keys() == Small().state_dict().keys()
     averaged = AveragedModel(model)

@@ -10,19 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import (
-    Dropout,
-    DropPath,
-    GaussianDropout,
-    InjectionError,
-    LayerDrop,
-    NEFTune,
-    Regularizer,
-    ShapeError,
-    find,
-    inject,
-    without_hooks,
-)
+import hookdrop
+from hookdrop import Dropout, DropPath, LayerDrop, NEFTune, Regularizer, ShapeError, find, inject, without_hooks
 from hookdrop.hooks.branch_hooks import SkipHook
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers.samples import SampleRows
@@ -104,7 +93,7 @@ def test_injections_with_equal_names_on_submodules_are_distinguished() -> None:
     model = pair()
     inject(model[0], Dropout(0.5), layers="0")
     inject(model[1], Dropout(0.2), layers="0")
-    with pytest.raises(InjectionError):
+    with pytest.raises(hookdrop.InjectionError):
         find(model).state_dict()
     assert (len(find(model)), find(model).p, find(model[1]).p) == (1, 0.5, 0.2)
     find(model).remove()
@@ -151,7 +140,7 @@ def test_order_of_user_hooks_is_kept(model: nn.Module, images: torch.Tensor) -> 
 
 def test_without_hooks_keeps_ids_and_respects_removal_inside(model: nn.Module) -> None:
     first = inject(model, Dropout(0.5), layers="fc")
-    second = inject(model, GaussianDropout(0.5), layers="fc", on_existing="stack", at="input")
+    second = inject(model, hookdrop.GaussianDropout(0.5), layers="fc", on_existing="stack", at="input")
     ids = list(model.fc._forward_hooks), list(model.fc._forward_pre_hooks)
     with without_hooks(model):
         assert not model.fc._forward_hooks

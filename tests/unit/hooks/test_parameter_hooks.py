@@ -10,23 +10,8 @@ from torch import nn
 from torch.func import functional_call, grad
 from torch.nn.utils import parametrizations, prune
 
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    DropPath,
-    GaussianNoise,
-    HeadDropout,
-    HookdropWarning,
-    InjectionError,
-    InjectionSpec,
-    LayerError,
-    Masksembles,
-    Mixout,
-    find,
-    inject,
-    plan,
-    without_hooks,
-)
+import hookdrop
+from hookdrop import Dropout, GaussianNoise, HookdropWarning, InjectionError, LayerError, Mixout, find, inject, plan
 from hookdrop.functional import mixout
 from hookdrop.recipes import neftune
 from tests.support.training import seeded
@@ -146,7 +131,7 @@ class TestContexts:
         elif then == "replace":
             inject(model, Dropout(p=0.5), layers="0", at="parameters", on_existing="replace")
         elif then == "without_hooks":
-            with without_hooks(model):
+            with hookdrop.without_hooks(model):
                 pass
         else:
             torch.testing.assert_close(model.eval()(x), nn.functional.linear(x, *layer.parameters()), rtol=0, atol=0)
@@ -207,7 +192,7 @@ class TestContexts:
         with drop.recording(last=2) as recording:
             model(x)
         assert [tuple(one.mask.shape) for one in recording.calls("0")] == [(20, 5), (20, 5)]
-        spec = InjectionSpec.from_dict(drop.spec.to_dict())
+        spec = hookdrop.InjectionSpec.from_dict(drop.spec.to_dict())
         twin = nn.Sequential(copy.deepcopy(rnn))
         find(twin).remove()
         inject(twin, spec).load_state_dict(drop.state_dict())
@@ -218,7 +203,7 @@ class TestContexts:
 
     def test_one_mask_for_the_batch_refuses_fixed_masks_of_several_samples(self, x):
         model = nn.Sequential(nn.Linear(6, 20), nn.ReLU())
-        drop = inject(model, Masksembles(n=2, scale=2.0), layers="1")
+        drop = inject(model, hookdrop.Masksembles(n=2, scale=2.0), layers="1")
         inject(model, Dropout(p=0.5), layers="0", at="parameters")
         with pytest.raises(InjectionError):
             find(model).predict(x, samples=2, activation=None)
@@ -236,7 +221,7 @@ DROPOUT = Dropout(p=0.5)
 REFUSED = [
     *(
         (lambda: nn.Linear(2, 2), regularizer, {}, InjectionError, "acts on activations")
-        for regularizer in (DropPath(p=0.1), HeadDropout(p=0.1), DropBlock(p=0.1, block_size=3))
+        for regularizer in (hookdrop.DropPath(p=0.1), hookdrop.HeadDropout(p=0.1), hookdrop.DropBlock(p=0.1, block_size=3))
     ),
     *((lambda: nn.Linear(2, 2), DROPOUT, {"tensor": name}, LayerError, None) for name in ("kernel", "bias_*")),
     (lambda: nn.Linear(2, 2), DROPOUT, {"tensor": 0}, TypeError, None),

@@ -15,21 +15,8 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import (
-    ActivationPenalty,
-    Dropout,
-    HookdropWarning,
-    Injection,
-    InjectionError,
-    LayerError,
-    Penalty,
-    Rate,
-    ShapeError,
-    find,
-    inject,
-    plan,
-    update_bn,
-)
+import hookdrop
+from hookdrop import ActivationPenalty, HookdropWarning, InjectionError, Penalty, Rate, ShapeError, find, inject, plan
 from hookdrop.functional import activation_penalty
 from hookdrop.hooks import penalties
 from hookdrop.testing import check_regularizer
@@ -45,7 +32,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
 
 
-def penalized(**settings: Any) -> tuple[nn.Sequential, Injection]:
+def penalized(**settings: Any) -> tuple[nn.Sequential, hookdrop.Injection]:
     model = net()
     return model, inject(model, ActivationPenalty(), layers=["0", "2"], **settings)
 
@@ -62,148 +49,134 @@ def of_layers(model: nn.Sequential, x: Tensor = X) -> Tensor:
     return by_hand(first) + by_hand(model[2].forward(torch.tanh(first)))
 
 
-# --- the sum
-
-
-def test_the_gradient_is_that_of_the_penalty_written_out() -> None:
-    """The output is that of the layer itself."""
-    model, drop = penalized()
-    expected = gradients_of(model, lambda: model(X).square().mean() + of_layers(model))
-    drop.penalty()
-    torch.testing.assert_close(gradients_of(model, lambda: model(X).square().mean() + drop.penalty()), expected)
-    assert torch.equal(model(X), net()(X))
-
-
-def test_a_reading_sums_all_forwards_of_all_threads_and_clears_the_sum() -> None:
-    model, drop = penalized()
-    with drop.recording() as recorded:
-        threads = [Thread(target=model, args=(x,)) for x in (X, 2 * X, X)]
-        _ = [thread.start() for thread in threads], [thread.join() for thread in threads]
-    assert recorded.totals.calls == 6
-    found = drop.penalty()
-    torch.testing.assert_close(found, 2 * of_layers(model) + of_layers(model, 2 * X))
-    assert found.shape == ()
-    assert drop.penalty() == 0
-    assert not drop.penalty().requires_grad
-
-
-def test_find_sums_over_names_and_skips_those_without_a_penalty() -> None:
-    model, drop = penalized()
-    other = inject(model, ActivationPenalty(l2=1.0, slowness=0.0), layers="1", name="other")
-    inject(model, Dropout(p=0.5), layers="3")
-    model(X)
-    expected = of_layers(model) + torch.tanh(model[0].forward(X)).pow(2).mean()
-    torch.testing.assert_close(find(model).penalty(), expected)
-    assert drop.penalty() == other.penalty() == 0
-
-
-def test_a_handle_without_a_penalty_raises() -> None:
-    model = net()
-    drop = inject(model, Dropout(p=0.5), layers="1")
-    says = r"'dropout' adds no term to the loss.\n  inject\(model, ActivationPenalty"
-    with pytest.raises(InjectionError, match=says):
+class TestSum:
+    def test_the_gradient_is_that_of_the_penalty_written_out(self) -> None:
+        """The output is that of the layer itself."""
+        model, drop = penalized()
+        expected = gradients_of(model, lambda: model(X).square().mean() + of_layers(model))
         drop.penalty()
-    drop.remove()
-    for one, says in ((find(model), "this model adds no term"), (drop, r"penalty\(\): 'dropout' was removed")):
+        torch.testing.assert_close(gradients_of(model, lambda: model(X).square().mean() + drop.penalty()), expected)
+        assert torch.equal(model(X), net()(X))
+
+    def test_a_reading_sums_all_forwards_of_all_threads_and_clears_the_sum(self) -> None:
+        model, drop = penalized()
+        with drop.recording() as recorded:
+            threads = [Thread(target=model, args=(x,)) for x in (X, 2 * X, X)]
+            _ = [thread.start() for thread in threads], [thread.join() for thread in threads]
+        assert recorded.totals.calls == 6
+        found = drop.penalty()
+        torch.testing.assert_close(found, 2 * of_layers(model) + of_layers(model, 2 * X))
+        assert found.shape == ()
+        assert drop.penalty() == 0
+        assert not drop.penalty().requires_grad
+
+    def test_find_sums_over_names_and_skips_those_without_a_penalty(self) -> None:
+        model, drop = penalized()
+        other = inject(model, ActivationPenalty(l2=1.0, slowness=0.0), layers="1", name="other")
+        inject(model, hookdrop.Dropout(p=0.5), layers="3")
+        model(X)
+        expected = of_layers(model) + torch.tanh(model[0].forward(X)).pow(2).mean()
+        torch.testing.assert_close(find(model).penalty(), expected)
+        assert drop.penalty() == other.penalty() == 0
+
+    def test_a_handle_without_a_penalty_raises(self) -> None:
+        model = net()
+        drop = inject(model, hookdrop.Dropout(p=0.5), layers="1")
+        says = r"'dropout' adds no term to the loss.\n  inject\(model, ActivationPenalty"
         with pytest.raises(InjectionError, match=says):
-            one.penalty()
+            drop.penalty()
+        drop.remove()
+        for one, says in ((find(model), "this model adds no term"), (drop, r"penalty\(\): 'dropout' was removed")):
+            with pytest.raises(InjectionError, match=says):
+                one.penalty()
+
+    def test_the_sum_is_on_the_device_of_the_last_term(self) -> None:
+        """Tensors on the meta device stand for those of another accelerator."""
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="meta"))
+        drop = inject(model, ActivationPenalty(), layers=["0", "1"])
+        assert drop.penalty().device.type == "meta"
+        model[1](model[0](X).to("meta"))
+        assert drop.penalty().device.type == "meta"
+        with torch.no_grad():
+            model[0](X)
+        assert drop.penalty().device.type == "meta"
 
 
-def test_the_sum_is_on_the_device_of_the_last_term() -> None:
-    """Tensors on the meta device stand for those of another accelerator."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="meta"))
-    drop = inject(model, ActivationPenalty(), layers=["0", "1"])
-    assert drop.penalty().device.type == "meta"
-    model[1](model[0](X).to("meta"))
-    assert drop.penalty().device.type == "meta"
-    with torch.no_grad():
-        model[0](X)
-    assert drop.penalty().device.type == "meta"
-
-
-# --- where nothing is collected
-
-
-def test_eval_mode_disabled_no_grad_probe_and_rate_0_collect_nothing() -> None:
-    """Also in a trained model, where other regularizers warn that they drop without gradients."""
-    model, drop = penalized()
-    train(model, 3, drop.penalty)
-    with drop.disabled():
+class TestWhatIsCollected:
+    def test_eval_mode_disabled_no_grad_probe_and_rate_0_collect_nothing(self) -> None:
+        """Also in a trained model, where other regularizers warn that they drop without gradients."""
+        model, drop = penalized()
+        train(model, 3, drop.penalty)
+        with drop.disabled():
+            model(X)
+        with torch.no_grad():
+            model(X)
+        hookdrop.update_bn([X], model)
+        assert "'activationpenalty' adds terms to the loss, and changes no forward" in str(drop.probe(X))
+        model.eval()
         model(X)
-    with torch.no_grad():
+        with drop.sampling():
+            model(X)
+        assert drop.penalty() == 0
+        model.train()
+        drop.target_p = 0.0
         model(X)
-    update_bn([X], model)
-    assert "'activationpenalty' adds terms to the loss, and changes no forward" in str(drop.probe(X))
-    model.eval()
-    model(X)
-    with drop.sampling():
+        assert drop.penalty() == 0
+
+    def test_torch_func_differentiates_a_penalty_that_is_read_inside(self) -> None:
+        model, drop = penalized()
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+        def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(model, weights, (x,)).square().mean() + drop.penalty()
+
+        whole = torch.func.grad(loss)(weights, X)
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, X.unsqueeze(1))
+        for found, x in ((whole, X), ({name: grad[1] for name, grad in each.items()}, X[1:2])):
+            expected = gradients_of(model, lambda x=x: model(x).square().mean() + drop.penalty())
+            torch.testing.assert_close(list(found.values()), expected)
+
+    @pytest.mark.filterwarnings("ignore:predict")
+    def test_predict_refuses_a_penalty_alone(self) -> None:
+        _, drop = penalized()
+        with pytest.raises(InjectionError, match="leaves the forward unchanged, so all samples would be equal"):
+            drop.predict(X)
+
+
+class TestCopiesAndCheckpoints:
+    @pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+    def test_copies_have_the_penalty_but_none_of_the_terms(self, twin_of: Callable[[nn.Module], nn.Module]) -> None:
+        model, drop = penalized()
         model(X)
-    assert drop.penalty() == 0
-    model.train()
-    drop.target_p = 0.0
-    model(X)
-    assert drop.penalty() == 0
+        twin = twin_of(model)
+        assert find(twin).penalty() == 0
+        twin(X)
+        torch.testing.assert_close(find(twin).penalty(), drop.penalty())
+        with pytest.warns(HookdropWarning, match="nothing read the loss terms"):
+            train(twin, 25)
 
+    @pytest.mark.parametrize("early_stop", [True, False])
+    @pytest.mark.parametrize("part", [slice(0, 4), slice(0, 2), slice(2, 4)])
+    def test_a_checkpoint_counts_once_with_the_right_gradient(self, part: slice, early_stop: bool) -> None:
+        model, drop = penalized()
+        expected = gradients_of(model, lambda: model(X).square().mean() + drop.penalty())
 
-def test_torch_func_differentiates_a_penalty_that_is_read_inside() -> None:
-    model, drop = penalized()
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        def checkpointed() -> Tensor:
+            with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+                y = model[: part.start](X) if part.start else X
+                y = checkpoint(model[part], y, use_reentrant=False)
+                y = model[part.stop :](y) if part.stop < 4 else y
+            return y.square().mean() + drop.penalty()
 
-    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return functional_call(model, weights, (x,)).square().mean() + drop.penalty()
+        assert all_equal(gradients_of(model, checkpointed), expected)
+        assert drop.penalty() == 0
 
-    whole = torch.func.grad(loss)(weights, X)
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, X.unsqueeze(1))
-    for found, x in ((whole, X), ({name: grad[1] for name, grad in each.items()}, X[1:2])):
-        expected = gradients_of(model, lambda x=x: model(x).square().mean() + drop.penalty())
-        torch.testing.assert_close(list(found.values()), expected)
-
-
-@pytest.mark.filterwarnings("ignore:predict")
-def test_predict_refuses_a_penalty_alone() -> None:
-    _, drop = penalized()
-    with pytest.raises(InjectionError, match="leaves the forward unchanged, so all samples would be equal"):
-        drop.predict(X)
-
-
-# --- copies, threads and checkpoints
-
-
-@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_have_the_penalty_but_none_of_the_terms(twin_of: Callable[[nn.Module], nn.Module]) -> None:
-    model, drop = penalized()
-    model(X)
-    twin = twin_of(model)
-    assert find(twin).penalty() == 0
-    twin(X)
-    torch.testing.assert_close(find(twin).penalty(), drop.penalty())
-    with pytest.warns(HookdropWarning, match="nothing read the loss terms"):
-        train(twin, 25)
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("part", [slice(0, 4), slice(0, 2), slice(2, 4)])
-def test_a_checkpoint_counts_once_with_the_right_gradient(part: slice, early_stop: bool) -> None:
-    model, drop = penalized()
-    expected = gradients_of(model, lambda: model(X).square().mean() + drop.penalty())
-
-    def checkpointed() -> Tensor:
-        with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
-            y = model[: part.start](X) if part.start else X
-            y = checkpoint(model[part], y, use_reentrant=False)
-            y = model[part.stop :](y) if part.stop < 4 else y
-        return y.square().mean() + drop.penalty()
-
-    assert all_equal(gradients_of(model, checkpointed), expected)
-    assert drop.penalty() == 0
-
-
-def test_a_reentrant_checkpoint_is_refused_because_its_term_would_have_no_gradient() -> None:
-    model, drop = penalized()
-    with pytest.raises(InjectionError, match=r"a reentrant checkpoint runs(.|\n)*use_reentrant=False"):
-        checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)
-    with drop.disabled():
-        checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)
+    def test_a_reentrant_checkpoint_is_refused_because_its_term_would_have_no_gradient(self) -> None:
+        model, drop = penalized()
+        with pytest.raises(InjectionError, match=r"a reentrant checkpoint runs(.|\n)*use_reentrant=False"):
+            checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)
+        with drop.disabled():
+            checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)
 
 
 # --- unread terms
@@ -295,88 +268,78 @@ def test_the_number_of_unread_terms_is_bounded_without_updates(monkeypatch: pyte
     torch.testing.assert_close(drop.penalty(), 5 * of_layers(model))
 
 
-# --- the formula
+class TestFormula:
+    @pytest.mark.parametrize("time_dim", [0, 1, -2])
+    @pytest.mark.parametrize(("l2", "slowness"), [(2.0, 1.0), (0.0, 3.0), (0.5, 0.0)])
+    def test_value_and_gradient_are_those_of_the_authors(self, l2: float, slowness: float, time_dim: int) -> None:
+        x = torch.randn(5, 7, 3, dtype=torch.float64, requires_grad=True)
+        found, expected = activation_penalty(x, l2, slowness, time_dim), by_hand(x, l2, slowness, time_dim)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(term, x)[0] for term in (found, expected)))
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_low_precision_is_computed_in_float32(self, dtype: torch.dtype) -> None:
+        """The squares overflow float16, and their sum has no digits left in bfloat16."""
+        x = (torch.randn(4, 500, 8) + 300.0).to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            term = activation_penalty(x)
+        assert term.dtype == torch.float32
+        torch.testing.assert_close(term, by_hand(x.float()))
+        assert torch.autograd.grad(term, x)[0].dtype == dtype
 
-@pytest.mark.parametrize("time_dim", [0, 1, -2])
-@pytest.mark.parametrize(("l2", "slowness"), [(2.0, 1.0), (0.0, 3.0), (0.5, 0.0)])
-def test_value_and_gradient_equal_the_formula_of_the_authors(l2: float, slowness: float, time_dim: int) -> None:
-    x = torch.randn(5, 7, 3, dtype=torch.float64, requires_grad=True)
-    found, expected = activation_penalty(x, l2, slowness, time_dim), by_hand(x, l2, slowness, time_dim)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(term, x)[0] for term in (found, expected)))
+    @pytest.mark.parametrize(("shape", "term"), [((0, 5, 3), 0), ((4, 0, 3), 0), ((4, 1, 3), 2)])
+    def test_few_elements_and_a_single_time_step_without_slowness(self, shape: tuple[int, ...], term: int) -> None:
+        assert activation_penalty(torch.ones(shape)) == term
 
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_low_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
-    """The squares overflow float16, and their sum has no digits left in bfloat16."""
-    x = (torch.randn(4, 500, 8) + 300.0).to(dtype).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        term = activation_penalty(x)
-    assert term.dtype == torch.float32
-    torch.testing.assert_close(term, by_hand(x.float()))
-    assert torch.autograd.grad(term, x)[0].dtype == dtype
-
-
-@pytest.mark.parametrize(("shape", "term"), [((0, 5, 3), 0), ((4, 0, 3), 0), ((4, 1, 3), 2)])
-def test_few_elements_and_a_single_time_step_without_slowness(shape: tuple[int, ...], term: int) -> None:
-    assert activation_penalty(torch.ones(shape)) == term
-
-
-def test_in_place_layers_after_the_site_change_neither_the_value_nor_the_gradient() -> None:
-    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)), torch.randn(4, 6, 3)
-    expected = torch.autograd.grad(by_hand(model[0](x)), model[0].weight)[0]
-    drop = inject(model, ActivationPenalty(), layers="0")
-    model(x)
-    torch.testing.assert_close(torch.autograd.grad(drop.penalty(), model[0].weight)[0], expected)
-
-
-# --- settings and shapes
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_the_batch_of_a_recurrent_layer_is_not_taken_for_time(kind: type[nn.RNNBase], batch_first: bool) -> None:
-    """fastai#1460 had the batch as the time axis."""
-    model = nn.Sequential(kind(4, 4, batch_first=batch_first))
-    right, wrong = int(batch_first), 1 - int(batch_first)
-    with pytest.raises(LayerError, match=rf"batch_first={batch_first}(.|\n)*write time_dim={right}"):
-        inject(model, ActivationPenalty(time_dim=wrong), layers="0")
-    inject(model, ActivationPenalty(time_dim=wrong, slowness=0), layers="0").remove()
-    drop = inject(model, ActivationPenalty(time_dim=right - 3), layers="0")
-    output, _ = model(torch.randn(5, 7, 4))
-    torch.testing.assert_close(drop.penalty(), by_hand(output, time_dim=right))
-
-
-def test_the_first_tensor_of_an_lstm_or_the_chosen_one_is_penalized() -> None:
-    x = torch.randn(2, 5, 3)
-    for tensor, factor in ((None, 1), ("extra", 9), ("all", 1 + 4 + 9)):
-        model = nn.Sequential(toy(lambda m, x: {"hidden": (x, 2 * x), "extra": 3 * x}))
-        drop = inject(model, ActivationPenalty(), layers="0", tensor=tensor)
+    def test_in_place_layers_after_the_site_change_neither_the_value_nor_the_gradient(self) -> None:
+        model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True)), torch.randn(4, 6, 3)
+        expected = torch.autograd.grad(by_hand(model[0](x)), model[0].weight)[0]
+        drop = inject(model, ActivationPenalty(), layers="0")
         model(x)
-        torch.testing.assert_close(drop.penalty(), factor * by_hand(x))
+        torch.testing.assert_close(torch.autograd.grad(drop.penalty(), model[0].weight)[0], expected)
 
 
-def test_axes_that_are_probably_not_time_warn() -> None:
-    model, image = nn.Sequential(nn.Identity()), torch.zeros(2, 3, 8, 8)
-    warned = plan(model, ActivationPenalty(), layers="0", example_input=image).warnings
-    assert "as T=3; for a map use ActivationPenalty(slowness=0)" in "".join(warned)
-    inject(model, ActivationPenalty(time_dim=-1), layers="0")
-    with pytest.warns(HookdropWarning, match="reads the last axis of"):
-        model(image[0])
+class TestShapes:
+    @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+    @pytest.mark.parametrize("batch_first", [False, True])
+    def test_the_batch_of_an_rnn_is_not_taken_for_time(self, kind: type[nn.RNNBase], batch_first: bool) -> None:
+        """fastai#1460 had the batch as the time axis."""
+        model = nn.Sequential(kind(4, 4, batch_first=batch_first))
+        right, wrong = int(batch_first), 1 - int(batch_first)
+        with pytest.raises(hookdrop.LayerError, match=rf"batch_first={batch_first}(.|\n)*write time_dim={right}"):
+            inject(model, ActivationPenalty(time_dim=wrong), layers="0")
+        inject(model, ActivationPenalty(time_dim=wrong, slowness=0), layers="0").remove()
+        drop = inject(model, ActivationPenalty(time_dim=right - 3), layers="0")
+        output, _ = model(torch.randn(5, 7, 4))
+        torch.testing.assert_close(drop.penalty(), by_hand(output, time_dim=right))
 
+    def test_the_first_tensor_of_an_lstm_or_the_chosen_one_is_penalized(self) -> None:
+        x = torch.randn(2, 5, 3)
+        for tensor, factor in ((None, 1), ("extra", 9), ("all", 1 + 4 + 9)):
+            model = nn.Sequential(toy(lambda m, x: {"hidden": (x, 2 * x), "extra": 3 * x}))
+            drop = inject(model, ActivationPenalty(), layers="0", tensor=tensor)
+            model(x)
+            torch.testing.assert_close(drop.penalty(), factor * by_hand(x))
 
-def test_packed_sequences_have_a_mean_of_squares_but_no_next_step() -> None:
-    model, packed = nn.Sequential(nn.LSTM(4, 4)), pack_padded_sequence(torch.randn(5, 2, 4), [5, 3])
-    drop = inject(model, ActivationPenalty(time_dim=0), layers="0")
-    with pytest.raises(ShapeError, match=r"PackedSequence(.|\n)*slowness=0"):
-        model(packed)
-    drop.remove()
-    with inject(model, Dropout(0.5, shared=(1,)), layers="0"), pytest.raises(ShapeError):
-        model(packed)
-    drop = inject(model, ActivationPenalty(slowness=0), layers="0")
-    output, _ = model(packed)
-    torch.testing.assert_close(drop.penalty(), 2 * output.data.pow(2).mean())
+    def test_axes_that_are_probably_not_time_warn(self) -> None:
+        model, image = nn.Sequential(nn.Identity()), torch.zeros(2, 3, 8, 8)
+        warned = plan(model, ActivationPenalty(), layers="0", example_input=image).warnings
+        assert "as T=3; for a map use ActivationPenalty(slowness=0)" in "".join(warned)
+        inject(model, ActivationPenalty(time_dim=-1), layers="0")
+        with pytest.warns(HookdropWarning, match="reads the last axis of"):
+            model(image[0])
+
+    def test_packed_sequences_have_a_mean_of_squares_but_no_next_step(self) -> None:
+        model, packed = nn.Sequential(nn.LSTM(4, 4)), pack_padded_sequence(torch.randn(5, 2, 4), [5, 3])
+        drop = inject(model, ActivationPenalty(time_dim=0), layers="0")
+        with pytest.raises(ShapeError, match=r"PackedSequence(.|\n)*slowness=0"):
+            model(packed)
+        drop.remove()
+        with inject(model, hookdrop.Dropout(0.5, shared=(1,)), layers="0"), pytest.raises(ShapeError):
+            model(packed)
+        drop = inject(model, ActivationPenalty(slowness=0), layers="0")
+        output, _ = model(packed)
+        torch.testing.assert_close(drop.penalty(), 2 * output.data.pow(2).mean())
 
 
 # --- penalties of users

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookdrop import DropKey, InjectionError, LinearSchedule, ShapeError, inject, plan
 from hookdrop.functional import drop_key
+from tests.support.training import seeded
 
 N, H, L, D = 2, 3, 5, 8
 P = 0.4
@@ -76,11 +77,6 @@ def hooked(layer: nn.Module, p: float = P, **settings: Any) -> nn.Sequential:
 
 def tokens(length: int = L) -> Tensor:
     return torch.randn(N, length, H * D, generator=torch.Generator().manual_seed(1))
-
-
-def seeded(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-    torch.manual_seed(3)
-    return function(*args, **settings)
 
 
 def drawn(scores: Tensor, p: float = P) -> Tensor:

@@ -9,21 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    ClipActivationGrad,
-    DropBlock,
-    Dropout,
-    Dropout2d,
-    GaussianNoise,
-    HookdropWarning,
-    Injection,
-    InjectionError,
-    LambdaSchedule,
-    LinearSchedule,
-    find,
-    inject,
-    without_hooks,
-)
+import hookdrop
+from hookdrop import DropBlock, Dropout, Dropout2d, Injection, InjectionError, LinearSchedule, find, inject
 from hookdrop.hooks.registry import hooks_of
 from tests.support.models import ROWS, Small, mlp, pair
 from tests.support.tensors import zeroed
@@ -69,7 +56,7 @@ class TestRates:
         assert (drop.target_p, drop.p, drop.step_count, len(find(model))) == (0.3, 0.3, 0, 1)
 
     def test_schedule_out_of_range_raises_and_keeps_the_previous_step(self) -> None:
-        _, drop = layer(0.5, schedule=LambdaSchedule(abs))
+        _, drop = layer(0.5, schedule=hookdrop.LambdaSchedule(abs))
         drop.step(2)
         with pytest.raises(ValueError, match=r"at '0': target 0.5 x p_scale 1 x schedule 3 at step 3"):
             drop.step()
@@ -92,7 +79,7 @@ class TestUnits:
 
     def drop(self) -> tuple[nn.Module, Injection]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-        return model, inject(model, {"0": Dropout(0.1), "1": GaussianNoise(5.0), "2": Dropout(0.2)})
+        return model, inject(model, {"0": Dropout(0.1), "1": hookdrop.GaussianNoise(5.0), "2": Dropout(0.2)})
 
     def test_different_units_have_no_common_p(self) -> None:
         model, drop = self.drop()
@@ -116,7 +103,7 @@ class TestUnits:
 
     def test_one_unit_next_to_a_regularizer_without_a_rate(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        drop = inject(model, {"0": Dropout(0.1), "1": ClipActivationGrad(max_norm=1.0)})
+        drop = inject(model, {"0": Dropout(0.1), "1": hookdrop.ClipActivationGrad(max_norm=1.0)})
         drop.target_p = 0.3
         assert (drop.p, drop.keep_prob, rates(drop)) == (0.3, 0.7, [0.3, None])
 
@@ -157,7 +144,7 @@ class TestReports:
     def test_remove_removes_hooks_even_if_a_warning_raises(self) -> None:
         drop = inject(model := pair(), Dropout(0.5), layers="*.0", schedule=LinearSchedule(10))
         model(ROWS)
-        with pytest.raises(HookdropWarning, match="its schedule is not advancing"):
+        with pytest.raises(hookdrop.HookdropWarning, match="its schedule is not advancing"):
             drop.remove()
         assert not find(model)
 
@@ -210,7 +197,7 @@ class TestSeveralInjections:
 
     def test_change_that_fails_in_one_injection_is_undone_in_all(self, model: Small) -> None:
         first = inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(10))
-        second = inject(model, Dropout(0.4), layers="conv1", schedule=LambdaSchedule(float), name="second")
+        second = inject(model, Dropout(0.4), layers="conv1", schedule=hookdrop.LambdaSchedule(float), name="second")
         every = find(model)
         optimizer, other = sgd(model), sgd(model)
         every.seek(2)
@@ -269,7 +256,7 @@ class TestPartsOfModels:
         model = mlp()
         drop = inject(model, Dropout(0.5), layers="0")
         twin, copied = copy.deepcopy((model, drop))
-        with without_hooks(twin):
+        with hookdrop.without_hooks(twin):
             assert "p=0.5" in repr(copied)
         copied.remove()
         assert list(hooks_of(twin)) == []

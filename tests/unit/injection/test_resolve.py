@@ -9,31 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from hookdrop import (
-    ClipActivationGrad,
-    DropBlock,
-    Dropout,
-    HookdropWarning,
-    InjectionError,
-    InjectionSpec,
-    LambdaSchedule,
-    LayerError,
-    LinearSchedule,
-    Regularizer,
-    ShapeError,
-    find,
-    inject,
-    layers,
-    plan,
-    recipes,
-    without_hooks,
-)
+import hookdrop
+from hookdrop import ClipActivationGrad, Dropout, InjectionError, LayerError, LinearSchedule, find, inject, layers, plan
 from hookdrop.injection.verbs import place
 from tests.support.models import Small, toy
 from tests.support.training import UNCHANGED, halve, sgd
 
 
-class WithWeights(Regularizer):
+class WithWeights(hookdrop.Regularizer):
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
         self.p, self.weight = p, nn.Parameter(torch.ones(1))
@@ -42,7 +25,7 @@ class WithWeights(Regularizer):
         return x * self.weight
 
 
-class NoRate(Regularizer):
+class NoRate(hookdrop.Regularizer):
     def regularize(self, x: torch.Tensor, rate: Any) -> torch.Tensor:
         return x
 
@@ -59,7 +42,7 @@ INVALID: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "a bad range in a glob": (LayerError, {"layers": "[z-a]*"}),
     "None as regularizer": (TypeError, {"regularizer": None}),
     "a number as regularizer": (TypeError, {"regularizer": 0.1}),
-    "a lambda in a schedule": (InjectionError, {"schedule": LambdaSchedule(lambda s: 1.0)}),
+    "a lambda in a schedule": (InjectionError, {"schedule": hookdrop.LambdaSchedule(lambda s: 1.0)}),
     "a module with parameters": (InjectionError, {"regularizer": nn.Linear(1, 1)}),
     "a regularizer with parameters": (InjectionError, {"regularizer": WithWeights()}),
     "a regularizer without its rate": (InjectionError, {"regularizer": NoRate()}),
@@ -87,7 +70,7 @@ INVALID: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "an empty mapping": (LayerError, mapping({})),
     "a string as example": (InjectionError, {"example_input": "cat.jpg"}),
     "a shape as example": (InjectionError, {"example_input": (4, 3, 8, 8)}),
-    "a missing tensor index": (ShapeError, {"tensor": 1, "example_input": IMAGE}),
+    "a missing tensor index": (hookdrop.ShapeError, {"tensor": 1, "example_input": IMAGE}),
 }
 
 
@@ -160,7 +143,7 @@ def test_layers_that_cannot_be_hooked() -> None:
     for wrong, entry in ((model, "1"), (model, "2"), (model[2], "*")):
         with pytest.raises(InjectionError):
             inject(wrong, Dropout(0.1), layers=entry)
-    for use in (find, layers, lambda m: without_hooks(m).__enter__()):
+    for use in (find, layers, lambda m: hookdrop.without_hooks(m).__enter__()):
         with pytest.raises(TypeError):
             use("resnet50")
 
@@ -174,7 +157,7 @@ def test_string_regularizers_in_a_mapping(model: Small) -> None:
 
 def test_injecting_twice_raises_unless_on_existing_is_set(model: Small) -> None:
     def cell(**kwargs: Any) -> Any:
-        return inject(model, DropBlock(0.1, 3), layers="layer?.*", **kwargs)
+        return inject(model, hookdrop.DropBlock(0.1, 3), layers="layer?.*", **kwargs)
 
     cell()
     for settings in ({}, {"on_existing": "stack"}):
@@ -186,7 +169,7 @@ def test_injecting_twice_raises_unless_on_existing_is_set(model: Small) -> None:
     assert [drop.name for drop in find(model)] == ["dropblock", "second"]
 
 
-def test_failure_while_placing_removes_the_hooks_already_placed(model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_and_a_warning_as_an_error_leave_no_hook(model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no more hooks")
 
@@ -194,10 +177,7 @@ def test_failure_while_placing_removes_the_hooks_already_placed(model: Small, mo
     with pytest.raises(RuntimeError, match="no more hooks"):
         inject(model, Dropout(0.1), layers="layer?.*")
     assert not find(model)
-
-
-def test_warning_as_error_places_no_hook(model: Small) -> None:
-    with pytest.raises(HookdropWarning):
+    with pytest.raises(hookdrop.HookdropWarning):  # an error in tests
         inject(model, Dropout(0.1), layers="layer1.**")
     assert not find(model)
 
@@ -226,14 +206,9 @@ class TestPlans:
         with pytest.warns(UserWarning, match=says):
             place(drafted)
 
-    def test_reading_mentions_one_of_several_tensors(self) -> None:
-        lstm = nn.LSTM(3, 4)
-        drafted = plan(lstm, Dropout(0.1), layers=lstm, example_input=torch.ones(2, 1, 3))
-        assert drafted.sites[0].reading == " (1 of 3 tensors)"
-
     def test_plan_table(self, model: Small, images: torch.Tensor) -> None:
         drafted = plan(
-            model, DropBlock(0.2, 3), layers=["layer1.*"], schedule=LinearSchedule(9), p_scale="depth",
+            model, hookdrop.DropBlock(0.2, 3), layers=["layer1.*"], schedule=LinearSchedule(9), p_scale="depth",
             example_input=images,
         )  # fmt: skip
         assert str(drafted).splitlines() == [
@@ -257,8 +232,8 @@ def test_plan_at_the_input_shows_input_shapes(model: Small, images: torch.Tensor
     drafted = plan(model, Dropout(0.1), layers=["conv1", "fc"], at="input", example_input=images)
     assert [site.shape for site in drafted.sites] == [(4, 3, 16, 16), (4, 8)]
     assert "at the input" in str(drafted)
-    with pytest.raises(ShapeError, match=r"DropBlock at 'fc' \(input\) got \(4, 8\)"):
-        inject(model, DropBlock(0.1), layers="fc", at="input")
+    with pytest.raises(hookdrop.ShapeError, match=r"DropBlock at 'fc' \(input\) got \(4, 8\)"):
+        inject(model, hookdrop.DropBlock(0.1), layers="fc", at="input")
         model(images)
 
 
@@ -274,7 +249,7 @@ def test_plan_shows_how_axes_are_interpreted(model: Small, images: torch.Tensor,
 @pytest.mark.parametrize(("shape", "reading"), [((2, 3, 4), "C=3 L=4"), ((2, 3, 4, 5, 6), "C=3 D=4 H=5 W=6")])
 def test_plan_names_the_axes_of_sequences_and_volumes(shape: tuple[int, ...], reading: str) -> None:
     model = nn.Sequential(nn.Identity())
-    drafted = plan(model, DropBlock(0.1, 2, channel_dim=1), layers="0", example_input=torch.ones(shape))
+    drafted = plan(model, hookdrop.DropBlock(0.1, 2, channel_dim=1), layers="0", example_input=torch.ones(shape))
     assert drafted.sites[0].reading == reading
 
 
@@ -283,20 +258,20 @@ class TestModelThatIsOneLayer:
 
     def test_drop_key(self) -> None:
         model, example = nn.MultiheadAttention(4, 1), torch.randn(3, 5, 2, 4).unbind()
-        drop = inject(model, recipes.drop_key(p=0.5), example_input=example)
+        drop = inject(model, hookdrop.recipes.drop_key(p=0.5), example_input=example)
         assert [(site.name, site.p) for site in drop.sites] == [("", 0.5)]
         assert (model(*example)[1] == 0).any()
         assert not (model.eval()(*example)[1] == 0).any()
-        spec = InjectionSpec.from_dict(drop.spec.to_dict())
+        spec = hookdrop.InjectionSpec.from_dict(drop.spec.to_dict())
         assert inject(nn.MultiheadAttention(4, 1), spec, example_input=example).sites[0].name == ""
 
     def test_one_residual_block_has_the_rate_that_was_asked_for(self) -> None:
         model = toy(lambda m, x: x + m.f(x), f=nn.Linear(4, 4))
-        shown = plan(model, recipes.stochastic_depth(p=0.2), example_input=torch.ones(2, 4))
+        shown = plan(model, hookdrop.recipes.stochastic_depth(p=0.2), example_input=torch.ones(2, 4))
         assert [(site.name, site.p) for site in shown.sites] == [("f", 0.2)]
 
-    @pytest.mark.parametrize("name", recipes.RECIPE_NAMES)
+    @pytest.mark.parametrize("name", hookdrop.recipes.RECIPE_NAMES)
     def test_no_error_is_about_arguments_that_were_not_passed(self, name: str) -> None:
         with pytest.raises(LayerError, match=name) as error:
-            plan(nn.Linear(4, 4), getattr(recipes, name)(), example_input=torch.ones(2, 4))
+            plan(nn.Linear(4, 4), getattr(hookdrop.recipes, name)(), example_input=torch.ones(2, 4))
         assert not re.search("`layers`|p_scale", str(error.value))

@@ -12,19 +12,8 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
-from hookdrop import (
-    ConstantSchedule,
-    DropBlock,
-    Dropout,
-    GaussianNoise,
-    HookdropError,
-    LayerError,
-    LinearSchedule,
-    Prediction,
-    ShapeError,
-    find,
-    inject,
-)
+import hookdrop
+from hookdrop import Dropout, GaussianNoise, HookdropError, LayerError, LinearSchedule, ShapeError, find, inject
 from hookdrop.injection import figures
 from hookdrop.injection.figures import as_images
 from hookdrop.observe import CamComparison, compare_cam, grad_cam, plot_schedule
@@ -53,7 +42,7 @@ def titles(figure: Figure) -> list[str]:
 
 class TestRecordings:
     def test_maps_are_three_rows_of_channels_with_one_color_scale(self, model: Small, images: torch.Tensor) -> None:
-        with inject(model, DropBlock(0.3, 3), layers="layer1.*").recording() as r:
+        with inject(model, hookdrop.DropBlock(0.3, 3), layers="layer1.*").recording() as r:
             model(images)
         figure = r.plot_features(sample=2, channels=5)
         assert titles(figure) == [f"{name}: DropBlock at 0.3, dropped {site.dropped:.3f}" for name, site in r.items()]
@@ -143,7 +132,7 @@ class TestSchedules:
         axes = plot_schedule(inject(model := nn.Sequential(nn.Identity()), GaussianNoise(0.4), layers="0"), 5).axes[0]
         assert (axes.get_ylabel(), axes.child_axes, len(model)) == ("rate", [], 1)
         with pytest.raises(ValueError):
-            plot_schedule(ConstantSchedule(), 0)
+            plot_schedule(hookdrop.ConstantSchedule(), 0)
 
 
 class TestClassActivationMaps:
@@ -175,13 +164,8 @@ class TestFigures:
         assert plot_schedule(drop, 5, figure=right.subfigures(2, 1)[0]) is right.subfigs[0]
         whole.draw_without_rendering()
 
-    def test_missing_matplotlib_error_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(HookdropError, match="^matplotlib is not installed"):
-            plot_schedule(ConstantSchedule(), 5)
 
-
-def predicted(*shape: int, activation: str | None = "softmax") -> Prediction:
+def predicted(*shape: int, activation: str | None = "softmax") -> hookdrop.Prediction:
     """The rows have increasing means and spreads."""
     model = nn.Sequential(nn.Identity())
     x = torch.arange(1.0, shape[0] + 1).view(-1, *[1] * (len(shape) - 1)) * (0.5 + torch.rand(shape))
@@ -399,11 +383,14 @@ class TestErrors:
         with pytest.raises(RuntimeError, match="must match the existing size"):
             grad_cam(model, images, "layer2", [1, 2, 3])
 
-    def test_missing_library(self, model: Small, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "pytorch_grad_cam", None)
+    def test_missing_libraries(self, model: Small, images: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in ("pytorch_grad_cam", "matplotlib.figure"):
+            monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(HookdropError, match="^pytorch_grad_cam is not installed"):
             grad_cam(model, images, "layer2")
         assert model.training
+        with pytest.raises(HookdropError, match="^matplotlib is not installed"):
+            plot_schedule(hookdrop.ConstantSchedule(), 5)
 
 
 class TestCompareCam:

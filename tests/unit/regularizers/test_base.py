@@ -10,19 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hookdrop
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    GaussianNoise,
-    HeadDropout,
-    InjectionError,
-    LinearSchedule,
-    Rate,
-    Regularizer,
-    ShapeError,
-    inject,
-    plan,
-)
+from hookdrop import Dropout, HeadDropout, InjectionError, LinearSchedule, Rate, Regularizer, ShapeError, inject, plan
 from hookdrop.functional import drop_block
 from hookdrop.regularizers import REGULARIZERS, as_regularizer
 from tests.support.training import halve
@@ -123,6 +111,9 @@ class TestUserDefinedClasses:
         drop.seek(5)
         assert (drop.p, type(drop.sites[0].p), model(torch.ones(2)).tolist()) == (0.25, float, [0.25, 0.25])
 
+    def test_a_plan_marks_settings_that_are_not_stored(self) -> None:
+        assert "DropsASetting(p=0.2, scale=?)" in str(plan(nn.Sequential(nn.Tanh()), DropsASetting(0.2), layers="0"))
+
     def test_a_class_without_regularize_or_its_rate_raises(self) -> None:
         class Nothing(Regularizer):
             rate = None
@@ -132,11 +123,6 @@ class TestUserDefinedClasses:
         for use in (lambda: inject(nn.Sequential(nn.ReLU()), Missing(), layers="0"), lambda: Missing()(torch.ones(2))):
             with pytest.raises(InjectionError, match="no attribute 'amount'"):
                 use()
-
-
-def test_repr_marks_settings_that_are_not_stored() -> None:
-    model = nn.Sequential(nn.Identity())
-    assert "DropsASetting(p=0.2, scale=?)" in str(plan(model, DropsASetting(0.2), layers="0"))
 
 
 @pytest.mark.parametrize(
@@ -154,9 +140,6 @@ def test_a_rate_states_its_range(rate: Rate, bad: float, span: str) -> None:
     with pytest.raises(ValueError) as caught:
         rate.valid(bad, "Own")
     assert span in str(caught.value)
-
-
-def test_a_neutral_rate_out_of_range_raises() -> None:
     with pytest.raises(ValueError):
         Rate("factor", neutral=2.0)
 
@@ -233,12 +216,9 @@ def test_settings_that_exclude_each_other_raise(name: str, settings: dict[str, A
 
 
 @pytest.mark.parametrize("number", [torch.tensor(0.25), torch.tensor([0.25]), 1 / 4, np.float32(0.25)])
-def test_tensor_and_numpy_scalars_are_valid_rates(number: object) -> None:
+def test_tensor_and_numpy_scalars_are_valid_rates_and_block_sizes(number: object) -> None:
     assert Dropout(number).p == 0.25
-    assert GaussianNoise(12.5).std == 12.5, "a std has no upper bound"
-
-
-def test_block_size_may_be_a_numpy_or_torch_integer() -> None:
+    assert hookdrop.GaussianNoise(12.5).std == 12.5, "a std has no upper bound"
     for size in (np.int64(3), torch.tensor(3), [3, 3], (np.int32(3), 3)):
         assert (drop_block(torch.ones(4, 8, 12, 12), 0.3, size) == 0).any()
 
@@ -302,7 +282,7 @@ def test_maps_that_look_like_nhwc_warn(code: str) -> None:
 @pytest.mark.parametrize(("sizes", "same"), [((7,), "Dropout1d"), ((7, 7), "Dropout2d"), ((3, 7, 7), "Dropout3d")])
 def test_a_block_over_the_whole_map_warns(sizes: tuple[int, ...], same: str) -> None:
     for per_channel, name in ((True, same), (False, "DropPath")):
-        (warning,) = DropBlock(0.1, 7, channel_dim=1, per_channel=per_channel).shape_warnings((2, 4, *sizes))
+        (warning,) = hookdrop.DropBlock(0.1, 7, channel_dim=1, per_channel=per_channel).shape_warnings((2, 4, *sizes))
         assert f"which is {name}." in warning
 
 

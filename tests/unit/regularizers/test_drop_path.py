@@ -11,17 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import (
-    DropPath,
-    HeadDropout,
-    HookdropWarning,
-    InjectionError,
-    LayerDrop,
-    LayerError,
-    ShapeError,
-    inject,
-    plan,
-)
+import hookdrop
+from hookdrop import DropPath, HeadDropout, InjectionError, LayerDrop, LayerError, ShapeError, inject, plan
 from hookdrop.functional import drop_path, head_dropout, layer_drop
 from hookdrop.regularizers.samples import SampleRows
 from tests.support.models import toy
@@ -73,6 +64,13 @@ def decode(m: Any, x: torch.Tensor) -> torch.Tensor:
 X = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0))
 
 
+def on_subset(model: Any = None, layers: str = "attn", p: float = 0.5, **settings: Any) -> Any:
+    """A model, by default a block, whose branch runs on a subset of the batch."""
+    model = block() if model is None else model
+    inject(model, DropPath(p, mode="subset", **settings), layers=layers)
+    return model
+
+
 def dropped(model: nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Which samples skipped the branch."""
     return (model(x, **kwargs) == x).flatten(1).all(1)
@@ -81,8 +79,7 @@ def dropped(model: nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 class TestSubset:
     @pytest.mark.parametrize(("p", "kept"), [(0.5, 4), (0.3, 5), (0.99, 1), (0.01, 7)])
     def test_the_branch_runs_on_the_kept_samples_only(self, p: float, kept: int) -> None:
-        model = block()
-        inject(model, DropPath(p, mode="subset"), layers="attn")
+        model = on_subset(p=p)
         assert int(dropped(model, X).sum()) == 8 - kept
         assert model.attn.sizes == [kept]
 
@@ -94,28 +91,23 @@ class TestSubset:
 
     def test_outputs_that_are_the_same_for_any_samples_are_kept(self) -> None:
         model = nn.Sequential(toy(lambda m, x: (m.fc(x), torch.ones(1, 2, 5, 5), torch.ones(4, 2)), fc=nn.Linear(4, 4)))
-        inject(model, DropPath(0.5, mode="subset"), layers="0")
+        on_subset(model, "0")
         assert [y.shape for y in model(X)] == [(8, 5, 4), (1, 2, 5, 5), (4, 2)]
 
     def test_outputs_that_depend_on_the_samples_are_those_of_all_samples(self) -> None:
-        model = block(weights=True)
-        inject(model, DropPath(0.5, mode="subset"), layers="attn")
-        with pytest.warns(HookdropWarning, match="also returns"):
+        model = on_subset(block(weights=True))
+        with pytest.warns(hookdrop.HookdropWarning, match="also returns"):
             y, weights = model.attn(X)
         assert model.attn.sizes == [8]
         assert int((y == 0).flatten(1).all(1).sum()) == 4
         assert torch.equal(weights, model.attn.linear(X).mean(-1))
-
-    def test_an_argument_that_is_returned_has_all_rows(self) -> None:
-        model, mask = block(), torch.rand(8, 1, 4)
-        inject(model, DropPath(0.5, mode="subset"), layers="attn")
-        assert model.attn(X, mask=mask)[1] is mask
+        mask = torch.rand(8, 1, 4)
+        assert on_subset().attn(X, mask=mask)[1] is mask, "an argument that is returned has all rows"
 
     @pytest.mark.filterwarnings("ignore:.*also returns")
     def test_no_token_sees_a_later_one_through_a_mask_that_layers_share(self) -> None:
         layers = nn.ModuleList(toy(shared, q=nn.Linear(4, 4), v=nn.Linear(4, 4)) for _ in range(4))
-        model = toy(decode, layers=layers)
-        inject(model, DropPath(0.5, mode="subset"), layers="layers.*")
+        model = on_subset(toy(decode, layers=layers), "layers.*")
         later = X.clone()
         later[:, -1] += 1.0
         for seed in range(20):
@@ -134,8 +126,7 @@ class TestSubset:
     def test_tables_with_as_many_rows_as_samples_are_passed_on(self, samples: int, table: dict[str, Any]) -> None:
         model, x = block(), X[:samples]
         clean = model(x, **table)
-        inject(model, DropPath(0.5, mode="subset", scale=False), layers="attn")
-        y = model(x, **table)
+        y = on_subset(model, scale=False)(x, **table)
         same = (y - clean).flatten(1).abs().amax(1) < 1e-6
         assert torch.equal(same, (y != x).flatten(1).any(1))
         assert int(same.sum()) == max(samples // 2, 1)
@@ -143,7 +134,7 @@ class TestSubset:
     def test_output_and_gradients_equal_those_of_row_mode_with_the_same_samples(self) -> None:
         model, twin = block(), block()
         twin.load_state_dict(model.state_dict())
-        inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        on_subset(model)
         further = {"mask": torch.rand(8, 1, 4), "rope": (torch.randn(1, 5, 4),), "gates": torch.rand(8) + 1}
         y = model(X, scale=torch.tensor(2.0), **further)
         kept = (y != X).flatten(1).any(1)
@@ -156,8 +147,7 @@ class TestSubset:
 
     def test_each_sample_is_dropped_equally_often(self) -> None:
         """Within 5 standard errors over 2,000 forwards."""
-        model = block()
-        inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        model = on_subset()
         share = torch.stack([dropped(model, X) for _ in range(2000)]).double().mean(0)
         assert (share - 0.5).abs().amax() < 5 * (0.25 / 2000) ** 0.5
 
@@ -169,7 +159,7 @@ class TestSubset:
         assert shown.sites[0].reading == "N=1, runs on 1 (p=0)"
 
     def test_a_cache_of_keys_raises(self) -> None:
-        inject(model := block(), DropPath(0.5, mode="subset"), layers="attn")
+        model = on_subset()
         model.config, model.attn.config = SimpleNamespace(), SimpleNamespace(use_cache=True)
         with pytest.raises(InjectionError, match=r"\n  model\.attn\.config\.use_cache = False"):
             model(X, past_key_values=object())
@@ -185,7 +175,7 @@ class TestSubset:
     def test_the_branch_runs_as_often_as_the_model_runs_it(self) -> None:
         losses: list[torch.Tensor] = []
         branch = toy(lambda m, x: (losses.append(x.sum()), m.fc(x))[1], fc=nn.Linear(4, 4))
-        inject(model := toy(lambda m, x: x + m.branch(x), branch=branch), DropPath(0.5, mode="subset"), layers="branch")
+        model = on_subset(toy(lambda m, x: x + m.branch(x), branch=branch), "branch")
         for count in (1, 2):
             model(X)
             assert len(losses) == count
@@ -201,9 +191,8 @@ class TestSubset:
         ids=["in place", "mixes samples", "reads values"],
     )
     def test_a_branch_that_needs_all_samples_gets_them(self, branch: nn.Module, reason: str) -> None:
-        model = toy(lambda m, x: (y := m.branch(x)) + x, branch=branch)
-        inject(model, DropPath(0.5, mode="subset"), layers="branch")
-        with pytest.warns(HookdropWarning, match=reason):
+        model = on_subset(toy(lambda m, x: (y := m.branch(x)) + x, branch=branch), "branch")
+        with pytest.warns(hookdrop.HookdropWarning, match=reason):
             y = model(X.clone())
         skip = X.clone()
         full = branch.forward(skip)
@@ -212,8 +201,7 @@ class TestSubset:
         torch.testing.assert_close(y, skip + full * kept[:, None, None] * 2)
 
     def test_the_first_call_under_autocast_has_gradients(self) -> None:
-        model = block()
-        inject(model, DropPath(0.5, mode="subset"), layers="attn")
+        model = on_subset()
         with torch.autocast("cpu", torch.bfloat16):
             model(X).sum().backward()
         assert model.attn.linear.weight.grad.abs().sum() > 0

@@ -15,19 +15,7 @@ from hypothesis import given
 from torch import Tensor
 
 import hookdrop
-from hookdrop import (
-    AlphaDropout,
-    Cutout,
-    Dropout,
-    Dropout1d,
-    Dropout2d,
-    Dropout3d,
-    FeatureAlphaDropout,
-    LockedDropout,
-    Regularizer,
-    functional,
-    plan,
-)
+from hookdrop import Cutout, Dropout, Dropout2d, Dropout3d, FeatureAlphaDropout, Regularizer, functional, plan
 from hookdrop.functional import drop_block, dropout
 from hookdrop.kernels.blocks import gamma_for
 from tests.support.models import Small
@@ -36,10 +24,10 @@ from tests.support.training import seeded
 
 THEIRS: dict[str, tuple[Callable[[float], Regularizer], Callable[[Tensor, float], Tensor], tuple[int, ...]]] = {
     "Dropout": (Dropout, lambda x, p: F.dropout(x, p), (4, 6, 8, 8)),
-    "Dropout1d": (Dropout1d, lambda x, p: F.dropout1d(x, p), (64, 32, 5)),
+    "Dropout1d": (hookdrop.Dropout1d, lambda x, p: F.dropout1d(x, p), (64, 32, 5)),
     "Dropout2d": (Dropout2d, lambda x, p: F.dropout2d(x, p), (64, 32, 3, 4)),
     "Dropout3d": (Dropout3d, lambda x, p: F.dropout3d(x, p), (64, 32, 2, 3, 4)),
-    "AlphaDropout": (AlphaDropout, lambda x, p: F.alpha_dropout(x, p, True), (64, 32, 3, 4)),
+    "AlphaDropout": (hookdrop.AlphaDropout, lambda x, p: F.alpha_dropout(x, p, True), (64, 32, 3, 4)),
     "FeatureAlphaDropout": (FeatureAlphaDropout, lambda x, p: F.feature_alpha_dropout(x, p, True), (64, 32, 3, 4)),
 }
 
@@ -113,12 +101,12 @@ def test_positions_along_the_shared_axes_have_one_mask_and_others_are_independen
 @pytest.mark.parametrize(
     ("name", "shared", "shape"),
     [
-        (Dropout1d(0.3), (2,), (3, 4, 5)),
+        (hookdrop.Dropout1d(0.3), (2,), (3, 4, 5)),
         (Dropout2d(0.3), (2, 3), SHAPE),
         (Dropout2d(0.3), (-1, -2), SHAPE),
         (Dropout3d(0.3), [2, 3, 4], (3, 4, 5, 6, 7)),
-        (LockedDropout(0.3), 1, (3, 4, 5)),
-        (LockedDropout(0.3, 0), (-3,), (3, 4, 5)),
+        (hookdrop.LockedDropout(0.3), 1, (3, 4, 5)),
+        (hookdrop.LockedDropout(0.3, 0), (-3,), (3, 4, 5)),
     ],
 )
 def test_the_named_classes_are_settings(

@@ -11,6 +11,7 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 from hookdrop import ClampActivationGrad, ClipActivationGrad, NoiseActivationGrad, ScaleActivationGrad, inject
 from hookdrop.functional import scale_activation_grad
+from tests.support.models import toy
 
 G = torch.tensor([[3.0, 4.0, 0.0], [0.3, -0.4, 0.0], [0.0, 0.0, 0.0]])
 """A gradient whose samples have norms 5, .5 and 0."""
@@ -30,16 +31,9 @@ CASES: dict[str, tuple[nn.Module, Tensor]] = {
 }
 
 
-class Net(nn.Module):
-    """x -> act(inner(2 x)). The gradient of x is twice that of the hooked tensor."""
-
-    def __init__(self, act: nn.Module | None = None) -> None:
-        super().__init__()
-        self.inner = nn.Identity()
-        self.act = act or nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.inner(x * 2.0))
+def doubling(act: nn.Module | None = None) -> nn.Module:
+    """`act(inner(2 * x))`. The gradient of x is twice that of the hooked tensor."""
+    return toy(lambda m, x: m.act(m.inner(x * 2.0)), inner=nn.Identity(), act=act or nn.Identity())
 
 
 def gradient(call: Callable[[Tensor], Tensor], g: Tensor = G) -> Tensor:
@@ -57,128 +51,117 @@ EDITS = [case[0] for case in CASES.values()] + [NoiseActivationGrad(0.5)]
 EVERY = pytest.mark.parametrize("regularizer", EDITS, ids=repr)
 
 
-# --- the edits
+class TestEdits:
+    @ALL
+    def test_gradient_matches_the_formula(self, regularizer: nn.Module, expected: Tensor) -> None:
+        torch.testing.assert_close(gradient(regularizer), expected)
+
+    @EVERY
+    def test_returns_the_input_itself_if_no_gradient_is_needed(self, regularizer: nn.Module) -> None:
+        x = torch.randn(5, 4)
+        assert regularizer(x) is x
+        x.requires_grad_()
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                assert regularizer(x) is x
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    def test_noise_has_the_given_std_and_zero_mean(self, dtype: torch.dtype) -> None:
+        """Within 4 standard errors over a million elements, plus rounding in low precision."""
+        noise = (gradient(NoiseActivationGrad(0.5), torch.ones(1000, 1000, dtype=dtype)).double() - 1) / 0.5
+        assert abs(noise.mean()) < 4 / 1000
+        assert noise.std().item() == pytest.approx(1, abs=4 / math.sqrt(2e6) if dtype == torch.float32 else 0.01)
+        inside = (noise.abs() <= 1).double().mean()
+        assert abs(inside - 0.6827) < 0.005  # the probability within one standard deviation
+
+    def test_noise_is_drawn_in_each_backward_from_the_global_rng(self) -> None:
+        x = torch.ones(100, requires_grad=True)
+        torch.manual_seed(1)
+        y = NoiseActivationGrad(0.5)(x)
+        torch.manual_seed(2)
+        expected = 1 + torch.randn(100) * 0.5
+        torch.manual_seed(2)
+        (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        (second,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(first, expected)
+        assert not torch.equal(first, second)
+
+    @pytest.mark.parametrize("per_sample", [True, False])
+    @pytest.mark.parametrize("shape", [(6,), (6, 3, 4, 5)])
+    def test_norm_is_clipped_to_the_limit(self, shape: tuple[int, ...], per_sample: bool) -> None:
+        g = torch.randn(shape) * torch.logspace(-3, 3, 6).view(-1, *[1] * (len(shape) - 1))
+        found = gradient(ClipActivationGrad(max_norm=0.5, per_sample=per_sample), g)
+        flat, before = (t.reshape(6 if per_sample else 1, -1) for t in (found, g))
+        norms = before.norm(dim=1, keepdim=True)
+        torch.testing.assert_close(flat, before * (0.5 / norms).clamp(max=1.0))
+        small = norms[:, 0] <= 0.5
+        assert torch.equal(flat[small], before[small])  # bitwise
+
+    @pytest.mark.parametrize("per_sample", [True, False])
+    @pytest.mark.parametrize(
+        ("size", "dtype"),
+        [(1000.0, torch.float16), (3e30, torch.float32), (3e38, torch.float32), (1e-30, torch.float32)],
+        ids=str,
+    )
+    def test_norms_that_overflow(self, size: float, dtype: torch.dtype, per_sample: bool) -> None:
+        """The squares overflow or underflow; at 3e38 the norm itself overflows."""
+        g = (torch.randn(4, 10_000).clamp(-1, 1) * size).to(dtype)
+        limit = size / 100 if size < 1 else 1.0
+        found = gradient(ClipActivationGrad(max_norm=limit, per_sample=per_sample), g).double()
+        true = g.double()
+        expected = limit * true / true.norm(dim=(1,) if per_sample else (0, 1), keepdim=True)
+        rtol, atol = (2e-3, 1e-7) if dtype == torch.float16 else (1e-5, 0.0)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+    @pytest.mark.parametrize("factor", [0.0, -0.0], ids=repr)
+    def test_factor_0_zeros_non_finite_gradients(self, factor: float) -> None:
+        assert torch.equal(gradient(ScaleActivationGrad(factor), NON_FINITE), torch.zeros(4))
+        assert gradient(ScaleActivationGrad(-1), NON_FINITE).isfinite().tolist() == [False, False, False, True]
+        found = vmap(grad(lambda x, g: (ScaleActivationGrad(factor)(x * 2) * g).sum()))(
+            torch.ones(1, 4), NON_FINITE[None]
+        )
+        assert torch.equal(found, torch.zeros(1, 4))
+
+    def test_overflow_is_visible_to_a_grad_scaler(self) -> None:
+        for value in (math.inf, math.nan):
+            g = torch.tensor([1.0, value, 1.0])
+            assert not gradient(ClipActivationGrad(max_norm=1.0), g).isfinite().all()
+            assert gradient(ClipActivationGrad(max_value=2.0), g).isfinite().all() == (
+                value == math.inf
+            )  # as documented
 
 
-@ALL
-def test_gradient_matches_the_formula(regularizer: nn.Module, expected: Tensor) -> None:
-    torch.testing.assert_close(gradient(regularizer), expected)
+class TestOtherPaths:
+    @pytest.mark.parametrize("at", ["output", "input"])
+    def test_identity_branch_leaves_the_skip_gradient_unedited(self, at: str) -> None:
+        """The skip connection carries the same tensor."""
+        branch = nn.Sequential(nn.Identity())
+        inject(branch, ScaleActivationGrad(0), layers="0", at=at)
+        assert torch.equal(gradient(lambda x: x + branch(x)), G)
 
+    @ALL
+    @pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.Hardswish], ids=lambda cls: cls.__name__)
+    def test_an_inplace_layer_may_follow(self, act: type[nn.Module], regularizer: nn.Module, expected: Tensor) -> None:
+        """An autograd function that returns a view of its input would fail (pytorch#61519)."""
 
-@EVERY
-def test_returns_the_input_itself_if_no_gradient_is_needed(regularizer: nn.Module) -> None:
-    x = torch.randn(5, 4)
-    assert regularizer(x) is x
-    x.requires_grad_()
-    for context in (torch.no_grad(), torch.inference_mode()):
-        with context:
-            assert regularizer(x) is x
+        def plain(x: Tensor) -> Tensor:
+            return act()(scale_activation_grad(x * 2.0, 1.0))
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_noise_has_the_given_std_and_zero_mean(dtype: torch.dtype) -> None:
-    """Within 4 standard errors over a million elements, plus rounding in low precision."""
-    noise = (gradient(NoiseActivationGrad(0.5), torch.ones(1000, 1000, dtype=dtype)).double() - 1) / 0.5
-    assert abs(noise.mean()) < 4 / 1000
-    assert noise.std().item() == pytest.approx(1, abs=4 / math.sqrt(2e6) if dtype == torch.float32 else 0.01)
-    inside = (noise.abs() <= 1).double().mean()
-    assert abs(inside - 0.6827) < 0.005  # the probability within one standard deviation
-
-
-def test_noise_is_drawn_in_each_backward_from_the_global_rng() -> None:
-    x = torch.ones(100, requires_grad=True)
-    torch.manual_seed(1)
-    y = NoiseActivationGrad(0.5)(x)
-    torch.manual_seed(2)
-    expected = 1 + torch.randn(100) * 0.5
-    torch.manual_seed(2)
-    (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    (second,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(first, expected)
-    assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("per_sample", [True, False])
-@pytest.mark.parametrize("shape", [(6,), (6, 3, 4, 5)])
-def test_norm_is_clipped_to_the_limit(shape: tuple[int, ...], per_sample: bool) -> None:
-    g = torch.randn(shape) * torch.logspace(-3, 3, 6).view(-1, *[1] * (len(shape) - 1))
-    found = gradient(ClipActivationGrad(max_norm=0.5, per_sample=per_sample), g)
-    flat, before = (t.reshape(6 if per_sample else 1, -1) for t in (found, g))
-    norms = before.norm(dim=1, keepdim=True)
-    torch.testing.assert_close(flat, before * (0.5 / norms).clamp(max=1.0))
-    small = norms[:, 0] <= 0.5
-    assert torch.equal(flat[small], before[small])  # bitwise
-
-
-@pytest.mark.parametrize("per_sample", [True, False])
-@pytest.mark.parametrize(
-    ("size", "dtype"),
-    [(1000.0, torch.float16), (3e30, torch.float32), (3e38, torch.float32), (1e-30, torch.float32)],
-    ids=str,
-)
-def test_norms_that_overflow(size: float, dtype: torch.dtype, per_sample: bool) -> None:
-    """The squares overflow or underflow; at 3e38 the norm itself overflows."""
-    g = (torch.randn(4, 10_000).clamp(-1, 1) * size).to(dtype)
-    limit = size / 100 if size < 1 else 1.0
-    found = gradient(ClipActivationGrad(max_norm=limit, per_sample=per_sample), g).double()
-    true = g.double()
-    expected = limit * true / true.norm(dim=(1,) if per_sample else (0, 1), keepdim=True)
-    rtol, atol = (2e-3, 1e-7) if dtype == torch.float16 else (1e-5, 0.0)
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("factor", [0.0, -0.0], ids=repr)
-def test_factor_0_zeros_non_finite_gradients(factor: float) -> None:
-    assert torch.equal(gradient(ScaleActivationGrad(factor), NON_FINITE), torch.zeros(4))
-    assert gradient(ScaleActivationGrad(-1), NON_FINITE).isfinite().tolist() == [False, False, False, True]
-    found = vmap(grad(lambda x, g: (ScaleActivationGrad(factor)(x * 2) * g).sum()))(torch.ones(1, 4), NON_FINITE[None])
-    assert torch.equal(found, torch.zeros(1, 4))
-
-
-def test_overflow_is_visible_to_a_grad_scaler() -> None:
-    for value in (math.inf, math.nan):
-        g = torch.tensor([1.0, value, 1.0])
-        assert not gradient(ClipActivationGrad(max_norm=1.0), g).isfinite().all()
-        assert gradient(ClipActivationGrad(max_value=2.0), g).isfinite().all() == (value == math.inf)  # as documented
-
-
-# --- other paths are not edited
-
-
-@pytest.mark.parametrize("at", ["output", "input"])
-def test_identity_branch_leaves_the_skip_gradient_unedited(at: str) -> None:
-    """The skip connection carries the same tensor."""
-    branch = nn.Sequential(nn.Identity())
-    inject(branch, ScaleActivationGrad(0), layers="0", at=at)
-    assert torch.equal(gradient(lambda x: x + branch(x)), G)
-
-
-@ALL
-@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.Hardswish], ids=lambda cls: cls.__name__)
-def test_an_inplace_activation_may_follow(act: type[nn.Module], regularizer: nn.Module, expected: Tensor) -> None:
-    """An autograd function that returns a view of its input would fail (pytorch#61519)."""
-
-    def plain(x: Tensor) -> Tensor:
-        return act()(scale_activation_grad(x * 2.0, 1.0))
-
-    model = Net(act(inplace=True))
-    inject(model, regularizer, layers="inner")
-    torch.manual_seed(3)
-    x = (torch.rand(3, 3) + 0.5).requires_grad_()
-    (before,) = torch.autograd.grad(plain(x), x, G)
-    (found,) = torch.autograd.grad(model(x), x, G)
-    at_site = before / 2  # the gradient at the site, which is edited and then doubled
-    mid = at_site.clone().requires_grad_()
-    (edited,) = torch.autograd.grad(regularizer(mid), mid, at_site)
-    torch.testing.assert_close(found, edited * 2)
-
-
-# --- the rate
+        model = doubling(act(inplace=True))
+        inject(model, regularizer, layers="inner")
+        torch.manual_seed(3)
+        x = (torch.rand(3, 3) + 0.5).requires_grad_()
+        (before,) = torch.autograd.grad(plain(x), x, G)
+        (found,) = torch.autograd.grad(model(x), x, G)
+        at_site = before / 2  # the gradient at the site, which is edited and then doubled
+        mid = at_site.clone().requires_grad_()
+        (edited,) = torch.autograd.grad(regularizer(mid), mid, at_site)
+        torch.testing.assert_close(found, edited * 2)
 
 
 class TestScaleActivationGradFactor:
     def test_linear_schedule_ramps_the_factor_to_minus_one(self) -> None:
-        model = Net()
+        model = doubling()
         drop = inject(model, ScaleActivationGrad(-1), layers="inner", schedule="LinearSchedule(steps=4)")
         for step, factor in enumerate([0.0, -0.25, -0.5, -0.75, -1.0, -1.0]):
             drop.seek(step)
@@ -188,7 +171,7 @@ class TestScaleActivationGradFactor:
         assert drop.keep_prob is None
 
     def test_factor_1_returns_the_layers_output_itself(self) -> None:
-        model = Net()
+        model = doubling()
         drop = inject(model, ScaleActivationGrad(0), layers="inner")
         x = torch.ones(3, requires_grad=True)
         assert model.inner(x) is not x
@@ -209,7 +192,7 @@ class TestScaleActivationGradFactor:
 
 @pytest.mark.parametrize(("regularizer", "rate"), [(ScaleActivationGrad(-1.0), -1.0), (ClipActivationGrad(1.0), None)])
 def test_probe_says_that_forwards_are_unchanged(regularizer: nn.Module, rate: Any) -> None:
-    model = Net()
+    model = doubling()
     result = (drop := inject(model, regularizer, layers="inner")).probe(torch.randn(4, 4))
     assert result.rows()[0] == ("inner", "-" if rate is None else "-1.000", "-", "1.000", 3)
     assert (result.dropped, result.eval_identical) == (0.0, True)
@@ -224,7 +207,7 @@ def test_probe_says_that_forwards_are_unchanged(regularizer: nn.Module, rate: An
 @pytest.mark.parametrize("cls", [ScaleActivationGrad, NoiseActivationGrad])
 def test_backward_uses_the_rate_of_the_forward(cls: type[nn.Module]) -> None:
     """`loss = model(x); drop.step(); loss.backward()`."""
-    model = Net()
+    model = doubling()
     drop = inject(model, cls(1e3), layers="inner", schedule="LinearSchedule(steps=4)")
     drop.seek(1)
     x = torch.ones(1000, requires_grad=True)

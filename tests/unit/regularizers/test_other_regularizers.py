@@ -11,20 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import (
-    DSU,
-    HookdropWarning,
-    LockedDropout,
-    Masksembles,
-    MixStyle,
-    NEFTune,
-    Regularizer,
-    ShakeDrop,
-    TokenDropout,
-    UniformNoise,
-    inject,
-    plan,
-)
+import hookdrop
+from hookdrop import DSU, LockedDropout, Masksembles, MixStyle, Regularizer, ShakeDrop, TokenDropout, inject, plan
 from hookdrop.functional import masksembles, neftune
 from hookdrop.regularizers.masksembles import draw_masks, fixed_masks, ones_per_mask
 from hookdrop.regularizers.styles import symmetric_beta
@@ -36,7 +24,7 @@ from tests.support.training import seeded
 @pytest.mark.parametrize("beta", [0.05, 0.3, 1.0])
 def test_uniform_noise_is_uniform_within_plus_minus_beta(beta: float, dtype: torch.dtype) -> None:
     """Mean, variance and deciles over a million draws. Low precision rounds by at most 2**-8."""
-    r = (UniformNoise(beta)(torch.ones(1_000_000, dtype=dtype)).double() - 1) / beta
+    r = (hookdrop.UniformNoise(beta)(torch.ones(1_000_000, dtype=dtype)).double() - 1) / beta
     rounding = torch.finfo(dtype).eps / beta
     assert r.abs().max() <= 1 + rounding
     assert abs(r.mean()) <= 4 / math.sqrt(3e6) + rounding / 4
@@ -53,7 +41,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0]])
 def test_noise_is_uniform_up_to_alpha_over_the_root_of_the_size(dtype: torch.dtype) -> None:
     """In float32, the mean and the mean square are within 4 standard errors of a million draws."""
     bound = 7 / math.sqrt(1000 * 10)
-    noise = NEFTune(7)(torch.zeros(100, 1000, 10, dtype=dtype)).double()
+    noise = hookdrop.NEFTune(7)(torch.zeros(100, 1000, 10, dtype=dtype)).double()
     assert bound * 0.99 < noise.abs().amax() < bound * 1.01
     if dtype == torch.float32:
         assert within(noise.mean(), 0.0, bound / math.sqrt(3), 1e6)
@@ -67,11 +55,7 @@ def test_attention_mask_spares_padding_and_scales_by_real_length() -> None:
     scale = 5.0 / (MASK.sum(1) * 16).sqrt()
     torch.testing.assert_close(found, x + u * MASK[..., None] * scale[:, None, None])
     assert torch.equal(found[MASK == 0], x[MASK == 0])
-
-
-def test_a_sample_without_real_tokens_gets_no_noise() -> None:
-    x = torch.randn(2, 6, 16)
-    assert torch.equal(neftune(x, 5.0, torch.zeros(2, 6)), x)
+    assert torch.equal(neftune(x, 5.0, torch.zeros(2, 6)), x), "a sample without real tokens gets no noise"
 
 
 RANGES = [((-1.0, 1.0), (0.0, 1.0)), ((0.0, 0.0), (0.0, 1.0)), ((0.0, 1.0), (-0.5, 2.0)), ((0.5, 1.5), (1.0, 1.0))]
@@ -118,9 +102,7 @@ class TestTokenDropout:
         y.sum().backward()
         assert torch.equal(x.grad, torch.tensor([1.0, 1, 0, 0, 0])[None, :, None].expand_as(x))
 
-
-class TestRemovingTokens:
-    def test_later_layers_see_fewer_tokens_at_the_rate_of_the_schedule(self) -> None:
+    def test_later_layers_see_fewer_tokens_if_they_are_removed_at_the_rate_of_the_schedule(self) -> None:
         model, x = nn.Sequential(nn.Identity(), nn.Linear(4, 4)), torch.randn(2, 41, 4)
         drop = inject(model, TokenDropout(0.5, remove=True), layers="0", schedule="LinearSchedule(steps=2)")
         lengths = []
@@ -194,63 +176,59 @@ def changed_with_the_same_draws(x: Tensor) -> Tensor:
     return papers_dsu(x, changed, *(torch.randn(6, 3, 1, 1, dtype=torch.float64) for _ in range(2)))
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize(
-    ("regularizer", "paper"),
-    [(MixStyle(0.5, alpha=0.3), mixed_with_the_same_draws), (DSU(0.5), changed_with_the_same_draws)],
-)
-def test_matches_the_paper_with_the_same_draws(regularizer: Regularizer, paper: Any, seed: int) -> None:
-    """Output and gradient; unchanged with probability 1/2."""
-    x, weight, results = styled(dtype=torch.float64).requires_grad_(), torch.randn(6, 3, 5, 5), []
-    for function in (regularizer, paper):
-        y = seeded(function, x, seed=seed)
-        results.append([y, *torch.autograd.grad((y * weight).sum(), x)])
-    torch.testing.assert_close(*results)
+class TestStyles:
+    @pytest.mark.parametrize("seed", range(8))
+    @pytest.mark.parametrize(
+        ("regularizer", "paper"),
+        [(MixStyle(0.5, alpha=0.3), mixed_with_the_same_draws), (DSU(0.5), changed_with_the_same_draws)],
+    )
+    def test_matches_the_paper_with_the_same_draws(self, regularizer: Regularizer, paper: Any, seed: int) -> None:
+        """Output and gradient; unchanged with probability 1/2."""
+        x, weight, results = styled(dtype=torch.float64).requires_grad_(), torch.randn(6, 3, 5, 5), []
+        for function in (regularizer, paper):
+            y = seeded(function, x, seed=seed)
+            results.append([y, *torch.autograd.grad((y * weight).sum(), x)])
+        torch.testing.assert_close(*results)
 
+    @pytest.mark.parametrize("alpha", [0.01, 0.1, 0.5, 1.0, 3.0])
+    def test_lambda_follows_the_beta_distribution(self, alpha: float) -> None:
+        """Kolmogorov-Smirnov test at 0.001 over 200,000 draws, except very close to 0 and 1."""
+        stats = pytest.importorskip("scipy.stats")
+        drawn = symmetric_beta(alpha, (200_000, 1), torch.device("cpu")).flatten()
+        assert ((drawn >= 0) & (drawn <= 1)).all()
+        at = torch.linspace(1e-6, 1 - 1e-6, 999, dtype=torch.float64)
+        found = torch.searchsorted(drawn.sort()[0], at) / 200_000
+        assert (found - torch.from_numpy(stats.beta(alpha, alpha).cdf(at.numpy()))).abs().max() < 1.95 / math.sqrt(2e5)
+        assert within(drawn.mean(), 0.5, 1 / math.sqrt(4 * (2 * alpha + 1)), 200_000)
+        assert drawn.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.02)
 
-@pytest.mark.parametrize("alpha", [0.01, 0.1, 0.5, 1.0, 3.0])
-def test_lambda_follows_the_beta_distribution(alpha: float) -> None:
-    """Kolmogorov-Smirnov test at 0.001 over 200,000 draws, except very close to 0 and 1."""
-    stats = pytest.importorskip("scipy.stats")
-    drawn = symmetric_beta(alpha, (200_000, 1), torch.device("cpu")).flatten()
-    assert ((drawn >= 0) & (drawn <= 1)).all()
-    at = torch.linspace(1e-6, 1 - 1e-6, 999, dtype=torch.float64)
-    found = torch.searchsorted(drawn.sort()[0], at) / 200_000
-    assert (found - torch.from_numpy(stats.beta(alpha, alpha).cdf(at.numpy()))).abs().max() < 1.95 / math.sqrt(2e5)
-    assert within(drawn.mean(), 0.5, 1 / math.sqrt(4 * (2 * alpha + 1)), 200_000)
-    assert drawn.var().item() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.02)
+    @pytest.mark.parametrize("dtype", HALF)
+    @pytest.mark.parametrize("regularizer", [MixStyle(1.0), DSU(1.0), ShakeDrop(0.5)], ids=repr)
+    def test_low_precision_rounds_only_the_result(self, regularizer: Regularizer, dtype: torch.dtype) -> None:
+        """Statistics in float16 would lose a variance of 1e-6, and have a relative error of 1/2,000 in the mean."""
+        x = styled(dtype=dtype)
+        assert torch.equal(seeded(regularizer, x), seeded(regularizer, x.float()).to(dtype))
 
+    @STYLES
+    def test_unchanged_batches_are_bitwise_unchanged(self, cls: type[Regularizer]) -> None:
+        x = (styled() * 1e4 + 0.1).requires_grad_()
+        same = [y for y in (cls(0.2)(x) for _ in range(50)) if torch.equal(y, x)]
+        assert len(same) > 25
+        assert all(torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.ones_like(x)) for y in same)
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("regularizer", [MixStyle(1.0), DSU(1.0), ShakeDrop(0.5)], ids=repr)
-def test_low_precision_rounds_only_the_result(regularizer: Regularizer, dtype: torch.dtype) -> None:
-    """Statistics in float16 would lose a variance of 1e-6, and have a relative error of 1/2,000 in the mean."""
-    x = styled(dtype=dtype)
-    assert torch.equal(seeded(regularizer, x), seeded(regularizer, x.float()).to(dtype))
+    @STYLES
+    def test_a_batch_of_one_warns(self, cls: type[Regularizer]) -> None:
+        model, x = nn.Sequential(nn.Identity()), styled(1)
+        inject(model, cls(1.0), layers="0")
+        with pytest.warns(hookdrop.HookdropWarning, match="a batch of one sample has a single style"):
+            torch.testing.assert_close(model(x), x)
 
-
-@STYLES
-def test_unchanged_batches_are_bitwise_unchanged(cls: type[Regularizer]) -> None:
-    x = (styled() * 1e4 + 0.1).requires_grad_()
-    same = [y for y in (cls(0.2)(x) for _ in range(50)) if torch.equal(y, x)]
-    assert len(same) > 25
-    assert all(torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.ones_like(x)) for y in same)
-
-
-@STYLES
-def test_a_batch_of_one_warns(cls: type[Regularizer]) -> None:
-    model, x = nn.Sequential(nn.Identity()), styled(1)
-    inject(model, cls(1.0), layers="0")
-    with pytest.warns(HookdropWarning, match="a batch of one sample has a single style"):
-        torch.testing.assert_close(model(x), x)
-
-
-@STYLES
-def test_constant_maps_stay_finite(cls: type[Regularizer]) -> None:
-    x = torch.full((4, 2, 3, 3), 7.0, requires_grad=True)
-    y = cls(1.0)(x)
-    torch.testing.assert_close(y, x, atol=0.01, rtol=0)
-    assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
+    @STYLES
+    def test_constant_maps_stay_finite(self, cls: type[Regularizer]) -> None:
+        x = torch.full((4, 2, 3, 3), 7.0, requires_grad=True)
+        y = cls(1.0)(x)
+        torch.testing.assert_close(y, x, atol=0.01, rtol=0)
+        assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
 def papers_layer(x: Tensor, masks: Tensor) -> Tensor:
@@ -324,70 +302,64 @@ def overlaps(masks: Tensor) -> tuple[int, ...]:
     return tuple(sorted(shared[i, j].item() for i in range(len(masks)) for j in range(i)))
 
 
-@pytest.mark.parametrize("channels", [10, 11, 16, 23, 64, 257])
-@pytest.mark.parametrize(("count", "scale"), SETTINGS)
-def test_masks_have_the_papers_number_of_ones_and_cover_all_channels(channels: int, count: int, scale: float) -> None:
-    masks = fixed_masks(channels, count, scale, "0", device=CPU)
-    assert masks.shape == (count, channels)
-    ones = ones_per_mask(channels, count, scale)
-    assert masks.sum(1).tolist() == [ones] * count
-    assert masks.any(0).all()
-    papers = int(channels / (scale * (1 - (1 - 1 / scale) ** count)))
-    assert ones == papers or (papers * count < channels <= ones * count)
-    assert scale > 1.0 or masks.all()
+class TestMasksOfMasksembles:
+    @pytest.mark.parametrize("channels", [10, 11, 16, 23, 64, 257])
+    @pytest.mark.parametrize(("count", "scale"), SETTINGS)
+    def test_masks_have_the_papers_ones_and_cover_all_channels(self, channels: int, count: int, scale: float) -> None:
+        masks = fixed_masks(channels, count, scale, "0", device=CPU)
+        assert masks.shape == (count, channels)
+        ones = ones_per_mask(channels, count, scale)
+        assert masks.sum(1).tolist() == [ones] * count
+        assert masks.any(0).all()
+        papers = int(channels / (scale * (1 - (1 - 1 / scale) ** count)))
+        assert ones == papers or (papers * count < channels <= ones * count)
+        assert scale > 1.0 or masks.all()
 
+    @pytest.mark.parametrize("scale", [1.3, 2.0, 3.0, 6.0])
+    def test_two_masks_share_1_in_scale_of_their_channels(self, scale: float) -> None:
+        """The fraction that the paper's positions have on average, within 3 % for 2,000 channels."""
+        ones = ones_per_mask(2000, 4, scale)
+        found = overlaps(fixed_masks(2000, 4, scale, "0", device=CPU))
+        assert sum(found) / len(found) / ones == pytest.approx(1 / scale, rel=0.03)
 
-@pytest.mark.parametrize("scale", [1.3, 2.0, 3.0, 6.0])
-def test_two_masks_share_1_in_scale_of_their_channels(scale: float) -> None:
-    """The fraction that the paper's positions have on average, within 3 % for 2,000 channels."""
-    ones = ones_per_mask(2000, 4, scale)
-    found = overlaps(fixed_masks(2000, 4, scale, "0", device=CPU))
-    assert sum(found) / len(found) / ones == pytest.approx(1 / scale, rel=0.03)
+    @pytest.mark.parametrize(("channels", "count", "scale"), [(12, 3, 2.0), (10, 4, 1.5), (14, 2, 3.0)])
+    def test_overlaps_follow_the_papers_algorithm(self, channels: int, count: int, scale: float) -> None:
+        """A chi-squared test of 2,000 sets of masks each at 0.001, and of the channels in each mask."""
+        stats = pytest.importorskip("scipy.stats")
+        draws = 2000
+        random.seed(1)
+        torch.manual_seed(1)
+        theirs = [papers_masks(channels, count, scale) for _ in range(draws)]
+        ours = [torch.tensor(draw_masks(channels, count, scale, str(seed))) for seed in range(draws)]
+        counts = [Counter(map(overlaps, masks)) for masks in (ours, theirs)]
+        common = [key for key in {*counts[0], *counts[1]} if counts[0][key] + counts[1][key] >= 10]
+        if len(common) > 1:
+            assert stats.chi2_contingency([[c[key] for key in common] for c in counts]).pvalue > 0.001
+        assert sum(c[key] for c in counts for key in common) > 0.95 * 2 * draws
+        # Each channel is equally likely in each mask.
+        used = torch.stack(ours).double().mean(0)
+        expected = ones_per_mask(channels, count, scale) / channels
+        assert (used - expected).abs().max() < 5 * (expected * (1 - expected) / draws) ** 0.5
 
+    def test_masks_depend_on_each_setting_and_on_no_global_generator(self) -> None:
+        states = random.getstate(), torch.get_rng_state()
+        first = draw_masks(16, 4, 2.0, "7")
+        assert random.getstate() == states[0]
+        assert torch.equal(torch.get_rng_state(), states[1])
+        random.seed(3)
+        torch.manual_seed(3)
+        assert draw_masks(16, 4, 2.0, "7") == first
+        settings = [(16, 4, 2.0, "0"), (16, 4, 2.0, "1"), (16, 4, 2.1, "0"), (17, 4, 2.0, "0"), (16, 5, 2.0, "0")]
+        assert len({str([row[:16] for row in draw_masks(*each)[:4]]) for each in settings}) == len(settings)
 
-@pytest.mark.parametrize(("channels", "count", "scale"), [(12, 3, 2.0), (10, 4, 1.5), (14, 2, 3.0)])
-def test_overlaps_follow_the_papers_algorithm(channels: int, count: int, scale: float) -> None:
-    """A chi-squared test of 2,000 sets of masks each at 0.001, and of the channels in each mask."""
-    stats = pytest.importorskip("scipy.stats")
-    draws = 2000
-    random.seed(1)
-    torch.manual_seed(1)
-    theirs = [papers_masks(channels, count, scale) for _ in range(draws)]
-    ours = [torch.tensor(draw_masks(channels, count, scale, str(seed))) for seed in range(draws)]
-    counts = [Counter(map(overlaps, masks)) for masks in (ours, theirs)]
-    common = [key for key in {*counts[0], *counts[1]} if counts[0][key] + counts[1][key] >= 10]
-    if len(common) > 1:
-        assert stats.chi2_contingency([[c[key] for key in common] for c in counts]).pvalue > 0.001
-    assert sum(c[key] for c in counts for key in common) > 0.95 * 2 * draws
-    # Each channel is equally likely in each mask.
-    used = torch.stack(ours).double().mean(0)
-    expected = ones_per_mask(channels, count, scale) / channels
-    assert (used - expected).abs().max() < 5 * (expected * (1 - expected) / draws) ** 0.5
-
-
-def test_global_generators_are_neither_used_nor_changed() -> None:
-    states = random.getstate(), torch.get_rng_state()
-    first = draw_masks(16, 4, 2.0, "7")
-    assert random.getstate() == states[0]
-    assert torch.equal(torch.get_rng_state(), states[1])
-    random.seed(3)
-    torch.manual_seed(3)
-    assert draw_masks(16, 4, 2.0, "7") == first
-
-
-def test_each_setting_changes_the_masks() -> None:
-    settings = [(16, 4, 2.0, "0"), (16, 4, 2.0, "1"), (16, 4, 2.1, "0"), (17, 4, 2.0, "0"), (16, 5, 2.0, "0")]
-    assert len({str([row[:16] for row in draw_masks(*each)[:4]]) for each in settings}) == len(settings)
-
-
-@pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.device("meta")])
-def test_masks_made_in_a_context_work_outside_and_may_be_modified(context: object) -> None:
-    seed = f"in {context}"
-    with context():
-        fixed_masks(16, 4, 2.0, seed, device=CPU)
-    x = torch.ones(4, 16, requires_grad=True)
-    (x * (masks := fixed_masks(16, 4, 2.0, seed, device=CPU))).sum().backward()
-    assert x.grad.sum() == 4 * ones_per_mask(16, 4, 2.0)
-    before = masks.clone()
-    masks.zero_()
-    assert torch.equal(fixed_masks(16, 4, 2.0, seed, device=CPU), before)
+    @pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.device("meta")])
+    def test_masks_made_in_a_context_work_outside_and_may_be_modified(self, context: object) -> None:
+        seed = f"in {context}"
+        with context():
+            fixed_masks(16, 4, 2.0, seed, device=CPU)
+        x = torch.ones(4, 16, requires_grad=True)
+        (x * (masks := fixed_masks(16, 4, 2.0, seed, device=CPU))).sum().backward()
+        assert x.grad.sum() == 4 * ones_per_mask(16, 4, 2.0)
+        before = masks.clone()
+        masks.zero_()
+        assert torch.equal(fixed_masks(16, 4, 2.0, seed, device=CPU), before)

@@ -10,20 +10,8 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    Dropout1d,
-    Dropout2d,
-    Dropout3d,
-    DropPath,
-    GaussianDropout,
-    GaussianNoise,
-    Penalty,
-    Regularizer,
-    ShapeError,
-    inject,
-)
+import hookdrop
+from hookdrop import DropBlock, Dropout, Dropout2d, Dropout3d, DropPath, GaussianNoise, Penalty, ShapeError, inject
 from tests.support.models import toy
 from tests.support.regularizers import ACTIVATIONS, DERIVING, EVERY, Case
 from tests.support.tensors import HALF
@@ -43,9 +31,9 @@ def matmul_with_itself(x: torch.Tensor) -> torch.Tensor:
     return x @ x
 
 
-UNITS: dict[Callable[[float], Regularizer], tuple[tuple[int, ...], tuple[int, ...]]] = {
+UNITS: dict[Callable[[float], hookdrop.Regularizer], tuple[tuple[int, ...], tuple[int, ...]]] = {
     Dropout: ((100, 10_000), ()),
-    Dropout1d: ((1000, 1000, 2), (2,)),
+    hookdrop.Dropout1d: ((1000, 1000, 2), (2,)),
     Dropout2d: ((1000, 1000, 1, 2), (2, 3)),
     Dropout3d: ((1000, 1000, 1, 1, 2), (2, 3, 4)),
     DropPath: ((1_000_000, 2), (1,)),
@@ -71,7 +59,7 @@ def test_zeroed_fraction_is_p_and_the_mean_is_kept(cls: Callable[..., nn.Module]
 def test_noise_has_the_requested_std(dtype: torch.dtype) -> None:
     assert GaussianNoise(0.1)(torch.zeros(1000, 1000, dtype=dtype)).double().std() == pytest.approx(0.1, rel=0.01)
     for p in (0.01, 0.2):  # the variance of dropout
-        y = GaussianDropout(p)(torch.ones(1000, 1000, dtype=dtype)).double()
+        y = hookdrop.GaussianDropout(p)(torch.ones(1000, 1000, dtype=dtype)).double()
         assert y.std() == pytest.approx(math.sqrt(p / (1 - p)), rel=0.01)
         assert y.mean() == pytest.approx(1, abs=2e-3)
 
@@ -132,8 +120,6 @@ def hooked(regularizer: nn.Module) -> nn.Sequential:
     inject(model, regularizer, layers="0")
     return model
 
-
-# --- in place
 
 ACTIVATIONS = [nn.ReLU(inplace=True), nn.Sigmoid(), nn.Softmax(1)]
 
@@ -225,9 +211,6 @@ def test_outputs_that_cannot_be_regularized_are_errors(value: torch.Tensor) -> N
     assert "'0'" in str(error.value) + "".join(getattr(error.value, "__notes__", []))
 
 
-# --- outputs of several tensors
-
-
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
 def test_hidden_states_of_recurrent_networks_are_unchanged(cell: type[nn.RNNBase]) -> None:
     model = cell(4, 8, batch_first=True)
@@ -235,9 +218,6 @@ def test_hidden_states_of_recurrent_networks_are_unchanged(cell: type[nn.RNNBase
     out, state = model(torch.randn(2, 5, 4))
     assert not out.any()
     assert all(part.any() for part in (state if cell is nn.LSTM else [state]))
-
-
-# --- interaction with other layers and hooks
 
 
 def test_stacked_hooks_run_in_the_order_of_injection() -> None:

@@ -195,22 +195,17 @@ def exits(m: Any, x: Tensor) -> Any:
     return sum(head(x := part(x)) for part, head in zip(m.parts, m.heads, strict=True))
 
 
-def wavenet(m: Any, x: Tensor) -> Any:
+def two_sums(inside: Callable[[Any, Tensor], Tensor], update: Callable[..., Any] = lambda x, y: x + y) -> Form:
     """Each layer adds to the stream, and to the output."""
-    out: Any = 0
-    for part, residual, head in zip(m.parts, m.residuals, m.heads, strict=True):
-        z = part(x).tanh()
-        x, out = x + residual(z), out + head(z)
-    return out
 
+    def forward(m: Any, x: Tensor) -> Any:
+        out: Any = 0
+        for part, residual, head in zip(m.parts, m.residuals, m.heads, strict=True):
+            z = inside(part, x)
+            x, out = update(x, residual(z)), out + head(z)
+        return out
 
-def conditioned_wavenet(m: Any, x: Tensor) -> Any:
-    out: Any = 0
-    for part, residual, head in zip(m.parts, m.residuals, m.heads, strict=True):
-        h = part(x) + part(x[:, :1])
-        z = h.tanh() * h.sigmoid()
-        x, out = x + residual(z), out + head(z)
-    return out
+    return forward
 
 
 def elmo(m: Any, x: Tensor) -> Any:
@@ -218,18 +213,13 @@ def elmo(m: Any, x: Tensor) -> Any:
     return sum([0.5 * x, *(0.5 * (x := part(x)) for part in m.parts)])
 
 
-def nbeats(m: Any, x: Tensor) -> Any:
-    """Backcasts are subtracted from the input, and forecasts are summed."""
-    out: Any = 0
-    for part, residual, head in zip(m.parts, m.residuals, m.heads, strict=True):
-        h = part(x).relu()
-        x, out = x - residual(h), out + head(h)
-    return out
-
-
+WAVENET = two_sums(lambda part, x: part(x).tanh())
+CONDITIONED = two_sums(lambda part, x: (h := part(x) + part(x[:, :1])).tanh() * h.sigmoid())
 OTHER_SUMS: dict[str, tuple[Form, str]] = {
     **{form.__name__: (form, "parts.#.f parts.#.g") for form in (exits, elmo)},
-    **{form.__name__: (form, "residuals.#") for form in (wavenet, conditioned_wavenet, nbeats)},
+    "WaveNet": (WAVENET, "residuals.#"),
+    "conditioned WaveNet": (CONDITIONED, "residuals.#"),
+    "backcasts of N-BEATS": (two_sums(lambda part, x: part(x).relu(), lambda x, y: x - y), "residuals.#"),
 }
 
 

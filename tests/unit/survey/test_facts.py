@@ -171,15 +171,8 @@ def test_no_fake_tensor_stays_in_objects_and_globals() -> None:
     model = Caching()
     inject(model, stochastic_depth(p=0.5), p_scale="equal", example_input=X).remove()
     assert type(model(X)) is Tensor
-    kept = [
-        MEMO[8][1],
-        OUTSIDE.mask,
-        SHARED.mask,
-        SHARED.inner.mask,
-        *SHARED.by_size.values(),
-        *MASKS.values(),
-        *Caching.of_class.values(),
-    ]
+    tables = (SHARED.by_size, MASKS, Caching.of_class)
+    kept = [MEMO[8][1], OUTSIDE.mask, SHARED.mask, SHARED.inner.mask, *(table[8] for table in tables)]
     assert {type(mask) for mask in kept} == {Tensor}
     survey(model, torch.randn(3, 8)).branches  # noqa: B018
     assert SHARED.mask is kept[2], "what holds no fake tensors stays"
@@ -200,66 +193,58 @@ class Caches(nn.Module):
         return {"sum": y * scale, "mask": y > 0}
 
 
-def test_in_place_operations_give_a_tensor_a_new_node() -> None:
-    trace = record(Caches(), torch.randn(2, 4))
-    assert [op.name for op in trace.ops] == ["linear", "add", "relu", "mul", "gt"]
-    linear, add, relu, mul, gt = trace.ops
-    (x,) = trace.calls[0].inputs
-    assert add.inputs == (linear.outputs[0], x)
-    assert relu.inputs == tuple(add.outputs)
-    assert mul.inputs == gt.inputs == tuple(relu.outputs)
-    assert trace.users[x] == [linear, add]
+class TestTrace:
+    def test_in_place_operations_give_a_tensor_a_new_node_and_leaves_say_what_they_are(self) -> None:
+        trace = record(Caches(), torch.randn(2, 4))
+        assert [op.name for op in trace.ops] == ["linear", "add", "relu", "mul", "gt"]
+        linear, add, relu, mul, gt = trace.ops
+        (x,) = trace.calls[0].inputs
+        assert add.inputs == (linear.outputs[0], x)
+        assert relu.inputs == tuple(add.outputs)
+        assert mul.inputs == gt.inputs == tuple(relu.outputs)
+        assert trace.users[x] == [linear, add]
+        assert [node.leaf for node in linear.inputs] == ["input", "weight", "weight"]
+        assert linear.outputs[0].is_data
+        assert linear.outputs[0].has_weights
 
+    def test_changes_through_a_view_are_seen(self) -> None:
+        trace = record(toy(lambda m, x: ((y := x * 2).view(-1).add_(1), y.T)[1]), torch.randn(2, 4))
+        assert [op.name for op in trace.ops] == ["mul", "view", "add", "alias", "T"]
+        assert trace.ops[2].outputs[0] in trace.ops[3].inputs
 
-def test_changes_through_a_view_are_seen() -> None:
-    trace = record(toy(lambda m, x: ((y := x * 2).view(-1).add_(1), y.T)[1]), torch.randn(2, 4))
-    assert [op.name for op in trace.ops] == ["mul", "view", "add", "alias", "T"]
-    assert trace.ops[2].outputs[0] in trace.ops[3].inputs
+    def test_calls_have_arguments_outputs_and_a_stack(self) -> None:
+        model = nn.Sequential(Caches())
+        model.forward = lambda x: model[0](scale=2.0, x=x)  # type: ignore[method-assign]
+        trace = record(model, torch.randn(2, 4))
+        outer, block, linear = trace.calls
+        assert [call.name for call in linear.around()] == ["0.linear", "0", ""]
+        assert block.arguments == {"x": outer.inputs[0], "scale": 2.0}
+        assert list(block.output) == ["sum", "mask"]
+        assert block.outputs == outer.outputs
+        assert outer.start < block.start < linear.start < trace.ops[0].index < linear.end < block.end < outer.end
 
+    def test_the_model_is_restored_and_not_kept_alive(self) -> None:
+        model = Caches().train()
+        trace = record(model, torch.randn(2, 4))
+        assert model.training
+        assert model.cache == {}
+        assert model.seen is None
+        assert not model._forward_hooks
+        assert not model.linear._forward_pre_hooks
+        alive = weakref.ref(model)
+        del model
+        gc.collect()
+        assert alive() is None
+        assert trace.ops
 
-def test_calls_have_arguments_outputs_and_a_stack() -> None:
-    model = nn.Sequential(Caches())
-    model.forward = lambda x: model[0](scale=2.0, x=x)  # type: ignore[method-assign]
-    trace = record(model, torch.randn(2, 4))
-    outer, block, linear = trace.calls
-    assert [call.name for call in linear.around()] == ["0.linear", "0", ""]
-    assert block.arguments == {"x": outer.inputs[0], "scale": 2.0}
-    assert list(block.output) == ["sum", "mask"]
-    assert block.outputs == outer.outputs
-    assert outer.start < block.start < linear.start < trace.ops[0].index < linear.end < block.end < outer.end
+    def test_values_and_shapes_alone_give_the_same_trace(self) -> None:
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        fake, real = (record(layer, torch.randn(2, 5, 8), fake=fake) for fake in (True, False))
+        assert [op.name for op in fake.ops] == [op.name for op in real.ops]
+        assert {"add", "layer_norm"} <= {op.name for op in fake.ops}
 
-
-def test_leaves_say_what_they_are() -> None:
-    trace = record(Caches(), torch.randn(2, 4))
-    assert [node.leaf for node in trace.ops[0].inputs] == ["input", "weight", "weight"]
-    assert trace.ops[0].outputs[0].is_data
-    assert trace.ops[0].outputs[0].has_weights
-
-
-def test_the_model_is_restored_and_not_kept_alive() -> None:
-    model = Caches().train()
-    trace = record(model, torch.randn(2, 4))
-    assert model.training
-    assert model.cache == {}
-    assert model.seen is None
-    assert not model._forward_hooks
-    assert not model.linear._forward_pre_hooks
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None
-    assert trace.ops
-
-
-def test_values_and_shapes_alone_give_the_same_trace() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    fake, real = (record(layer, torch.randn(2, 5, 8), fake=fake) for fake in (True, False))
-    assert [op.name for op in fake.ops] == [op.name for op in real.ops]
-    assert {"add", "layer_norm"} <= {op.name for op in fake.ops}
-
-
-def test_a_cache_of_a_function_keeps_no_fake_tensor() -> None:
-    positions = functools.lru_cache(torch.arange)
-    model = toy(lambda m, x: x + positions(x.shape[1]))
-    record(model, torch.zeros(2, 3))
-    assert model(torch.zeros(2, 3)).tolist() == [[0, 1, 2], [0, 1, 2]]
+    def test_a_cache_of_a_function_keeps_no_fake_tensor(self) -> None:
+        positions = functools.lru_cache(torch.arange)
+        model = toy(lambda m, x: x + positions(x.shape[1]))
+        record(model, torch.zeros(2, 3))
+        assert model(torch.zeros(2, 3)).tolist() == [[0, 1, 2], [0, 1, 2]]

@@ -12,15 +12,10 @@ from hookdrop.recipes.base import Recipe
 from hookdrop.survey.tree import Layers
 from hookdrop.utils.select import select
 from tests.support.models import Small, toy
+from tests.support.transformers_models import llama
 
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
-transformers = pytest.importorskip("transformers")
-
-
-def llama() -> nn.Module:
-    size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, num_hidden_layers=12, num_key_value_heads=1))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -30,7 +25,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         "swin_tiny_patch4_window7_224", drop_path_rate=0.0, img_size=56, depths=(2, 1), num_heads=(1, 2), embed_dim=8
     ),
     "mobilenet": lambda: torchvision.models.mobilenet_v2(width_mult=0.1, dropout=0.0),
-    "llama": llama,
+    "llama": lambda: llama(num_hidden_layers=12),
     "Sequential": lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(23)]),
 }
 EXAMPLES = {"Sequential": torch.ones(2, 4)}
@@ -175,7 +170,8 @@ def test_layers_changes_nothing_and_ignores_hooks(model: Small, images: torch.Te
     before = str(layers(model, images))
     drop = inject(model, Dropout(0.5), layers="layer1.*")
     rng = torch.get_rng_state()
-    assert str(layers(model, images)) == before
+    assert str(found := layers(model, images)) == before
+    assert found._repr_html_().count("<tr>") == len(rows(found)) + 1
     assert torch.equal(torch.get_rng_state(), rng)
     drop.remove()
 
@@ -206,8 +202,3 @@ def test_blocks_are_not_offered_for_small_maps() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 1), nn.ReLU())
     large, *_, small, _ = layers(model, torch.ones(2, 3, 6, 6))
     assert (large.fits, small.fits) == (("DropBlock, Dropout2d: 4 maps of 6x6",), ("Dropout2d: 4 maps of 3x3",))
-
-
-def test_html_shows_the_same_rows(model: Small, images: torch.Tensor) -> None:
-    found = layers(model, images)
-    assert found._repr_html_().count("<tr>") == len(rows(found)) + 1

@@ -145,8 +145,9 @@ def test_hookdrops_regularizers_pass(name: str) -> None:
     check_regularizer(case.regularizer, case.example, {**LACKS.get(name, {}), **COMPILED})
 
 
-def test_a_right_regularizer_passes() -> None:
-    check_regularizer(Zeroing(), expected_failures=COMPILED)
+@pytest.mark.parametrize("one", [Zeroing(), torch.tanh], ids=["regularizer", "function"])
+def test_a_right_regularizer_or_function_passes(one: Any) -> None:
+    check_regularizer(one, expected_failures=COMPILED)
 
 
 @pytest.mark.parametrize("cls", BROKEN, ids=lambda cls: cls.__name__)
@@ -174,10 +175,6 @@ def test_every_check_has_a_broken_regularizer() -> None:
 def test_the_error_has_all_failures() -> None:
     with pytest.raises(AssertionError, match=r"2 of \d+ checks failed.(.|\n)*p_means_p(.|\n)*mean_is_kept: The mean"):
         check_regularizer(Both(), TOKENS, COMPILED)
-
-
-def test_functions_and_modules_can_be_checked() -> None:
-    check_regularizer(torch.tanh, expected_failures=COMPILED)
 
 
 def test_an_unknown_check_or_shape_raises() -> None:

@@ -21,35 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    Dropout1d,
-    DropPath,
-    GaussianNoise,
-    Injection,
-    LinearSchedule,
-    Regularizer,
-    find,
-    inject,
-    seed_per_rank,
-)
+import hookdrop
+from hookdrop import DropBlock, Dropout, Dropout1d, DropPath, Injection, LinearSchedule, find, inject, seed_per_rank
 from hookdrop.guards.problems import STEPS_BEFORE_WARNING
-from tests.integration.distributed.programs import language_model
-from tests.integration.distributed.programs.nets import (
-    X,
-    assert_close,
-    full,
-    gathered,
-    hookdrop_warnings,
-    make_net,
-    mean_gradients,
-    output,
-    run,
-    sharded,
-    train,
-    training_state,
-)
+from tests.integration.distributed.programs import language_model, nets
+from tests.integration.distributed.programs.nets import X, full, gathered, make_net, train
 
 
 def rank() -> int:
@@ -80,11 +56,11 @@ def check_training(model: nn.Module, inner: nn.Module, twin: nn.Module, drop: In
         after = torch.get_rng_state()
         torch.set_rng_state(state)
         find(twin).seek(drop.step_count)
-        wanted = mean_gradients(twin, twin(x).square().mean())
+        wanted = nets.mean_gradients(twin, twin(x).square().mean())
         assert torch.equal(torch.get_rng_state(), after), "the twin drew other random numbers"
         names = {name.replace("_checkpoint_wrapped_module.", ""): one for name, one in inner.named_parameters()}
         got = {name: full(one.grad) for name, one in names.items()}
-        assert_close(got, {name: gradient * factor for name, gradient in wanted.items()}, 1e-7)
+        nets.assert_close(got, {name: gradient * factor for name, gradient in wanted.items()}, 1e-7)
         optimizer.step()
         optimizer.zero_grad()
         twin.load_state_dict({name: full(value) for name, value in inner.state_dict().items()})
@@ -248,7 +224,7 @@ def branches_are_skipped_on_all_ranks_together() -> None:
     assert not drop.check()
 
 
-def hook_of_a_sharded_layer(regularizer: Regularizer, local: bool) -> None:
+def hook_of_a_sharded_layer(regularizer: hookdrop.Regularizer, local: bool) -> None:
     """Tensor parallelism: a DTensor stays a DTensor, and a probe counts all of its shards."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
@@ -268,7 +244,7 @@ def hook_of_a_sharded_layer(regularizer: Regularizer, local: bool) -> None:
     assert given == returned
     assert given[:2] == (("Tensor", "") if local else ("DTensor", "(Shard(dim=2),)"))
     assert full(net[0].weight.grad).any()
-    p = 0.0 if isinstance(regularizer, GaussianNoise) else drop.p
+    p = 0.0 if isinstance(regularizer, hookdrop.GaussianNoise) else drop.p
     # 32 samples: the standard deviation for DropPath is .09.
     assert (full(seen[1]) == 0).float().mean().item() == pytest.approx(p, abs=0.2)
     assert (full(seen[0]) != full(seen[1])).float().mean() > 0.99
@@ -311,13 +287,13 @@ def each_rank_warns_once_about_equal_seeds() -> None:
     str(drop)  # no mask has been drawn yet: no warning
     found = []
     for step in range(2 * STEPS_BEFORE_WARNING):
-        with hookdrop_warnings() as texts:
+        with nets.hookdrop_warnings() as texts:
             train(net, optimizer, 1)
             dist.barrier()
             if rank() == 1 and step == STEPS_BEFORE_WARNING + 3:
                 drop.metrics()
         found += [(step + 1, text) for text in texts]
-    with hookdrop_warnings() as texts:
+    with nets.hookdrop_warnings() as texts:
         drop.metrics()
         str(drop)
         drop.state_dict()
@@ -350,18 +326,18 @@ def a_group_declares_that_equal_seeds_are_intended() -> None:
 
 def saved() -> list[float]:
     """Save the state after five steps; return outputs of the model."""
-    net, optimizer, drop = sharded()
+    net, optimizer, drop = nets.sharded()
     seed_per_rank(0)
     train(net, optimizer, 5)
     drop.target_p = 0.2
-    state = training_state(net, optimizer, drop)
+    state = nets.training_state(net, optimizer, drop)
     dcp.save(state, checkpoint_id=f"{sys.argv[1]}/saved")
     dcp.async_save({"drop": drop, "all": find(net)}, checkpoint_id=f"{sys.argv[1]}/async").result()
     assert not [key for key in state["model"] if "drop" in key], "the state of the model contains nothing of hookdrop"
-    return output(net)
+    return nets.output(net)
 
 
-SHARDED = (Dropout1d(0.5), DropPath(0.5), GaussianNoise(0.1), DropBlock(0.4, 2, channel_dim=1))
+SHARDED = (Dropout1d(0.5), DropPath(0.5), hookdrop.GaussianNoise(0.1), DropBlock(0.4, 2, channel_dim=1))
 CHECKS: dict[str, Callable[[], object]] = {
     "ddp before": partial(ddp, True),
     "ddp after": partial(ddp, False),
@@ -393,4 +369,4 @@ CHECKS: dict[str, Callable[[], object]] = {
 
 if __name__ == "__main__":
     only = sys.argv[2:]
-    run({name: check for name, check in CHECKS.items() if not only or name in only})
+    nets.run({name: check for name, check in CHECKS.items() if not only or name in only})
