@@ -164,7 +164,20 @@ class Inputs:
         return self.map(lambda value: torch.cat([value] * times) if isinstance(value, Tensor) else value)
 
 
-def _read_batches(model: nn.Module, data: Any) -> Iterator[Inputs]:
+def _arguments(call: Callable[..., Any], inputs: Any) -> Inputs:
+    """Return the inputs of a loader's batch as the arguments that a function takes: one or, as it must be, several."""
+    from hookdrop.survey.isolation import accepts
+
+    if isinstance(inputs, Mapping):
+        known = inspect.signature(call).parameters
+        named = {name: value for name, value in inputs.items() if name in known or name not in ("labels", "label")}
+        if accepts(call, **named) or not accepts(call, inputs) or not known.keys().isdisjoint(named):
+            return Inputs((), named)
+    several = isinstance(inputs, list | tuple) and not accepts(call, inputs) and accepts(call, *inputs)
+    return Inputs(tuple(inputs) if several else (inputs,), {})
+
+
+def _read_batches(model: nn.Module, data: Any, call: Callable[..., Any] | None) -> Iterator[Inputs]:
     """Yield the inputs of each batch, on the device of the model."""
     device = next((weight.device for weight in model.parameters() if weight.device.type != "meta"), None)
     if isinstance(data, Tensor | tuple | Mapping):
@@ -178,19 +191,14 @@ def _read_batches(model: nn.Module, data: Any) -> Iterator[Inputs]:
     def move(x: Any) -> Any:
         return x.to(device) if device is not None and hasattr(x, "to") else x
 
-    accepted = inspect.signature(unwrapped(model).forward).parameters
     for batch in data:
-        if isinstance(batch, list | tuple):
-            batch = batch[0]
-        if isinstance(batch, Mapping):
-            unused = [name for name in ("labels", "label") if name not in accepted]
-            batch = Inputs((), {name: value for name, value in batch.items() if name not in unused})
-        inputs = batch if isinstance(batch, Inputs) else Inputs((batch,), {})
+        batch = batch[0] if isinstance(batch, list | tuple) else batch
+        inputs = batch if isinstance(batch, Inputs) else _arguments(call or unwrapped(model).forward, batch)
         yield inputs.map(lambda x: move(x) if hasattr(x, "to") else map_leaves(x, move))
 
 
-def _call(model: nn.Module, inputs: Inputs, output: Callable[[Any], Tensor] | None) -> Tensor:
-    """Call the model and return the tensor to summarize."""
+def _call(model: Callable[..., Any], inputs: Inputs, output: Callable[[Any], Tensor] | None) -> Tensor:
+    """Call the model or what stands for it, and return the tensor to summarize."""
     out = model(*inputs.args, **inputs.kwargs)
     picked: object = out if isinstance(out, Tensor) else getattr(out, "logits", None)
     if output is not None:
@@ -216,6 +224,7 @@ def predict(
     activation: str | None,
     output: Callable[[Any], Tensor] | None,
     consistent: bool,
+    call: Callable[..., Any] | None,
 ) -> Prediction:
     """Sample `model` on `data` inside `sampling`, which activates `sinks`. See `Injection.predict`."""
     from hookdrop.survey.isolation import eval_mode  # only a prediction needs it
@@ -234,11 +243,11 @@ def predict(
     found: list[Prediction] = []
     with eval_mode(model), torch.no_grad(), sampling:
         masks = _fixed_masks(model, samples)
-        for inputs in _read_batches(model, data):
+        for inputs in _read_batches(model, data, call):
             summary, repeated = Summary(activation), inputs.repeated(masks)
             for number in range(samples // masks):
                 with _masks_of(number, repeated, sinks, consistent):
-                    summary.add(_call(model, repeated, output), masks)
+                    summary.add(_call(call or model, repeated, output), masks)
             found.append(summary.prediction())
     if not found:
         raise ValueError(
@@ -266,7 +275,7 @@ def samples(
     """See `Injection.samples`. Each sample enters its own contexts, so that the caller's code runs outside of them."""
     from hookdrop.survey.isolation import eval_mode
 
-    (inputs,) = _read_batches(model, batch if isinstance(batch, Tensor | tuple | Mapping) else (batch,))
+    (inputs,) = _read_batches(model, batch if isinstance(batch, Tensor | tuple | Mapping) else (batch,), call)
 
     def sample(number: int) -> Any:
         with eval_mode(model), torch.no_grad(), sampling(), _masks_of(number, inputs, sinks, consistent):

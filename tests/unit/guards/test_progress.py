@@ -16,6 +16,7 @@ from torch import nn
 
 from hookdrop import (
     ClipActivationGrad,
+    Cutout,
     DropBlock,
     Dropout,
     Dropout2d,
@@ -24,9 +25,13 @@ from hookdrop import (
     GaussianNoise,
     HookdropWarning,
     Injection,
+    LambdaSchedule,
     LinearSchedule,
     Masksembles,
+    MixStyle,
+    ScaleActivationGrad,
     ShapeError,
+    UniformNoise,
     inject,
     plan,
 )
@@ -296,6 +301,71 @@ def test_rates_that_look_like_keep_prob_warn() -> None:
         assert f"did you mean keep_prob={regularizer.p:g}?" in warnings_of(regularizer)[0]
     for other in (DropPath(0.79), DropPath(0.96), Dropout(0.9), DropPath(keep_prob=0.9)):
         assert warnings_of(other) == []
+
+
+IMAGES = torch.randn(4, 3, 16, 16)
+
+
+def small_cnn() -> nn.Sequential:
+    parts = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    return nn.Sequential(*parts)
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "settings", "says"),
+    [
+        (Dropout2d(p=1), {"layers": "1"}, r"rate of 1 site reaches 1, .*: '1'.*p=0.01"),
+        (nn.Dropout(1.0), {"layers": "2", "schedule": LinearSchedule(9)}, "rate of 1 site reaches 1"),
+        (Dropout(0.5), {"layers": "[24]", "schedule": LinearSchedule(9, end=2.0)}, "rate of 2 sites reaches 1"),
+        (Dropout(0.5), {"layers": "5"}, r"Dropout at '5' drops what the model returns, .*layers='5', at=\"input\""),
+        (DropPath(0.5), {"layers": "5", "schedule": LinearSchedule(9)}, "DropPath at '5' drops what"),
+    ],
+)
+def test_p_of_1_and_dropout_on_the_output_warn_in_plan_inject_and_check(
+    regularizer: Any, settings: Any, says: str
+) -> None:
+    model = small_cnn()
+    (planned,) = plan(model, regularizer, example_input=IMAGES, **settings).warnings
+    assert re.search(says, planned, re.DOTALL)
+    with pytest.warns(HookdropWarning) as caught:
+        drop = inject(model, regularizer, example_input=IMAGES, **settings)
+    assert [str(one.message) for one in caught] == drop.check() == [planned]
+    if "reaches" in says:
+        drop.target_p = 0.01
+        assert drop.check() == []
+    drop.remove()  # does not warn again
+
+
+def test_uses_of_a_rate_of_1_and_of_outputs_that_are_no_predictions_do_not_warn() -> None:
+    schedule = LambdaSchedule(tenth)  # whose values are the rates
+    for one in (Cutout(3, p=1.0), MixStyle(1.0), DropPath(1.0), UniformNoise(1.0), ScaleActivationGrad(1.0)):
+        assert plan(small_cnn(), one, layers="0", example_input=IMAGES).warnings == []
+    assert plan(small_cnn(), Dropout(1.0), layers="1", schedule=schedule, example_input=IMAGES).warnings == []
+    neck = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    for backbone in (small_cnn()[:3], small_cnn()[:5], nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8)), neck):
+        assert plan(backbone, Dropout(0.1), layers="*", example_input=IMAGES).warnings == []
+    for regularizer, settings in [(Dropout(0.1), {"at": "input"}), (GaussianNoise(), {}), (Dropout(0), {})]:
+        assert plan(small_cnn(), regularizer, layers="5", example_input=IMAGES, **settings).warnings == []
+    assert plan(small_cnn(), Dropout(0.1), layers="5", at="parameters", example_input=IMAGES).warnings == []
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(16, 4), nn.LogSoftmax(-1)),
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Upsample(scale_factor=2), nn.Sigmoid()),
+        toy(lambda m, x: {"features": x, "logits": m.head(x) / 2.0}, head=nn.Linear(16, 4)),
+    ],
+)
+def test_what_functions_make_of_predictions_is_a_prediction(model: nn.Module) -> None:
+    name = next(iter(dict(model.named_children())))
+    for layers in dict(model.named_children()):
+        (found,) = plan(model, Dropout(0.1), layers=layers, example_input=IMAGES).warnings
+        assert f"the predictions of {name!r}" in found
+
+
+def tenth(step: int) -> float:
+    return 0.1
 
 
 SKIPS = toy(lambda m, x: x * (torch.rand(len(x), 1) > m.chance) if m.training else x, chance=0.1)  # whole samples
