@@ -255,7 +255,7 @@ class Injection:
 
     def seek(self, step: int) -> None:
         """Set the number of optimizer steps taken. Idempotent, for trainers and for resuming."""
-        self._check_not_removed("seek()")
+        self._require_sinks("seek()")
         step = count(step, "step", "seek", 0)
         self._move(lambda state: step)
         for state in self._states:
@@ -299,7 +299,7 @@ class Injection:
             # If the modules no longer exist, the optimizer must stop counting. The model may be a deleted wrapper.
             if state.live.follower is not None and not any(sink.is_attached for sink in state.live.members):
                 state.live.follower.release()
-        self._check_not_removed("step()")
+        self._require_sinks("step()")
         self._move(lambda state: state.step_count + n)
 
     def _move(self, step_of: Callable[[InjectionState], int]) -> None:

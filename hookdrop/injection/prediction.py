@@ -164,17 +164,23 @@ class Inputs:
         return self.map(lambda value: torch.cat([value] * times) if isinstance(value, Tensor) else value)
 
 
-def _arguments(call: Callable[..., Any], inputs: Any) -> Inputs:
-    """Return the inputs of a loader's batch as the arguments that a function takes: one or, as it must be, several."""
-    from hookdrop.survey.isolation import accepts
+def _accepts(function: Callable[..., Any], inputs: Inputs) -> bool:
+    try:
+        inspect.signature(function).bind(*inputs.args, **inputs.kwargs)
+    except TypeError:
+        return False
+    return True
 
-    if isinstance(inputs, Mapping):
-        known = inspect.signature(call).parameters
-        named = {name: value for name, value in inputs.items() if name in known or name not in ("labels", "label")}
-        if accepts(call, **named) or not accepts(call, inputs) or not known.keys().isdisjoint(named):
-            return Inputs((), named)
-    several = isinstance(inputs, list | tuple) and not accepts(call, inputs) and accepts(call, *inputs)
-    return Inputs(tuple(inputs) if several else (inputs,), {})
+
+def _arguments(function: Callable[..., Any], given: Any) -> Inputs:
+    """Return the inputs of a loader's batch as the arguments that a function takes: one or, as it must be, several."""
+    one, several = Inputs((given,), {}), Inputs(tuple(given) if isinstance(given, list | tuple) else (given,), {})
+    if isinstance(given, Mapping):
+        known = inspect.signature(function).parameters
+        several = Inputs((), {key: x for key, x in given.items() if key in known or key not in ("labels", "label")})
+        if _accepts(function, several) or not known.keys().isdisjoint(several.kwargs):
+            return several
+    return one if _accepts(function, one) else several
 
 
 def _read_batches(model: nn.Module, data: Any, call: Callable[..., Any] | None) -> Iterator[Inputs]:
@@ -188,12 +194,19 @@ def _read_batches(model: nn.Module, data: Any, call: Callable[..., Any] | None) 
             f"{type(data).__name__}.\n  an array: torch.as_tensor(x)   one argument of another type: (x,)"
         )
 
+    function = call or unwrapped(model).forward
+
     def move(x: Any) -> Any:
         return x.to(device) if device is not None and hasattr(x, "to") else x
 
     for batch in data:
         batch = batch[0] if isinstance(batch, list | tuple) else batch
-        inputs = batch if isinstance(batch, Inputs) else _arguments(call or unwrapped(model).forward, batch)
+        inputs = batch if isinstance(batch, Inputs) else _arguments(function, batch)
+        if not _accepts(function, inputs):
+            raise TypeError(
+                f"predict: {function.__qualname__} does not take {describe(inputs.args or inputs.kwargs)}.\n"
+                "  of a batch with targets: predict(x) or predict([batch])   other arguments: call=lambda x: model(...)"
+            )
         yield inputs.map(lambda x: move(x) if hasattr(x, "to") else map_leaves(x, move))
 
 

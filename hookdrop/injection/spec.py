@@ -121,13 +121,14 @@ class InjectionSpec(metaclass=NamedArguments):
         """A regularizer for each entry, or one for all, and the entries."""
         source = self.source
         if not isinstance(source, Mapping):
+            regularizer = _regularizer(source)
             if self.layers is None:
                 raise LayerError(
                     "`layers` is missing: pass a name, a glob such as 'layer3.*', a class, or a list of these.\n"
                     "  see all:      print(hookdrop.layers(model))"
                 )
             as_entries(self.layers, "`layers`")
-            return [_regularizer(source)], self.layers
+            return [regularizer], self.layers
         if recipe := next((value for value in source.values() if isinstance(value, Recipe)), None):
             raise TypeError(f"the recipe {recipe!r} chooses its layers: pass it alone, not in a mapping.")
         if self.layers is not None:

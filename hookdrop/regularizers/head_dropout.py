@@ -63,11 +63,13 @@ def _check_heads(width: int, heads: int, where: str) -> None:
 
 
 def _stored_heads(model: nn.Module, name: str) -> Any:
-    """Return the number of heads that a module around a layer, or its config, has in an attribute, to show it."""
-    around = [model.get_submodule(name[:end]) for end in range(len(name), 0, -1) if f"{name}."[end] == "."] + [model]
-    stored = [vars(one).items() for module in around for one in (module, getattr(module, "config", None)) if one]
-    found = [value for items in stored for key, value in items if re.search("(?<!kv_)(?<!value_)heads?$", key)]
-    return next((value for value in found if isinstance(value, int)), "H")
+    """Return the number of heads that the module around a layer, or the config of the model, stores; "H" if neither."""
+    stored = vars(model.get_submodule(name.rpartition(".")[0])) | getattr(
+        getattr(model, "config", None), "__dict__", {}
+    )
+    return next(
+        (n for key, n in stored.items() if re.search("(?<!kv_)(?<!value_)heads?$", key) and n in range(2, 999)), "H"
+    )
 
 
 class HeadDropout(DropRegularizer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookdrop.utils.errors import HookdropError, InjectionError, warn
-from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import describe
 from hookdrop.utils.torch_internals import (
@@ -243,16 +241,6 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def accepts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether the signature of a function, or of a model's forward, allows these arguments."""
-    model = unwrapped(function) if isinstance(function, nn.Module) else None
-    try:
-        inspect.signature(function if model is None else model.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # which has no signature
-        return False
-    return True
-
-
 def call(model: Callable[..., Any], example: Any) -> Any:
     """Call `model` with a tensor (or any single argument), a tuple of arguments, or a mapping of keyword arguments.
 
@@ -273,15 +261,10 @@ def call(model: Callable[..., Any], example: Any) -> Any:
     except HookdropError:
         raise
     except Exception as error:
-        advice = "pass a tensor, a tuple of arguments or a dict of keyword arguments, on the model's device"
-        if isinstance(example, Mapping | tuple | list):
-            several = accepts(model, **example) if isinstance(example, Mapping) else accepts(model, *example)
-            if several != accepts(model, example) and several == isinstance(example, list):
-                arguments = ("several arguments", "tuple(x)") if several else ("one argument", "(x,)")
-                advice = "the model takes {}: pass example_input={}".format(*arguments)
+        advice = "pass a tensor, a tuple of arguments or a dict of keyword arguments"
         if isinstance(example, tuple | list) and example and all(isinstance(size, int) for size in example):
-            advice = f"pass a tensor, not its shape: torch.randn({', '.join(map(str, example))}), on the model's device"
+            advice = f"pass a tensor, not its shape: torch.randn({', '.join(map(str, example))})"
         raise InjectionError(
             f"the model does not accept this example, {describe(example)}:\n  {type(error).__name__}: {error}\n"
-            f"  {advice}."
+            f"  {advice}, on the model's device."
         ) from error

@@ -52,12 +52,7 @@ class LayerCalls:
 def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: str, tensor: TensorKey) -> LayerCalls:
     """Return what a hook `at` the input or output of a layer sees in these calls; `tensor` is that of `inject`."""
     seen, sums = LayerCalls(len(calls)), {residual.output: residual for residual in residuals}
-    nodes, predictions = dict[Tensor, Node](), find_predictions(trace)
-
-    def show(leaf: Any) -> Any:
-        if isinstance(leaf, Node):
-            nodes[x := torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")] = leaf
-        return x if isinstance(leaf, Node) else leaf
+    shown, nodes, predictions = dict[Node, Tensor](), dict[Tensor, Node](), find_predictions(trace)
 
     def look(x: Tensor) -> Tensor:
         seen.predicts = predictions.get(nodes[x], seen.predicts)
@@ -67,7 +62,9 @@ def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: 
 
     for call in calls:
         value = call.output if at == "output" else call.arguments
-        value = map_leaves(value, show)
+        shown.update({node: torch.empty(node.shape, dtype=node.dtype, device="meta") for node in nodes_in(value)})
+        nodes.update({x: node for node, x in shown.items()})
+        value = map_leaves(value, lambda leaf: shown[leaf] if isinstance(leaf, Node) else leaf)
         several = sum(map(fits, tensors(value)))
         seen.tensor_count = several if several > 1 and tensor is None and at == "output" else 0
         try:
@@ -84,9 +81,8 @@ def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: 
     return seen
 
 
-_AFTER_PREDICTIONS = {*VIEWS, *CROPS, *COPIES, *DROPOUTS, *SOFTMAX, *ENLARGING - CONVS} | {
-    *("log_softmax", "sigmoid", "logsigmoid", "mul", "div", "neg"),
-}
+_FUNCTIONS = frozenset({"log_softmax", "sigmoid", "logsigmoid", "mul", "div", "neg"})  # of predictions
+_AFTER_PREDICTIONS = _FUNCTIONS | VIEWS | CROPS | COPIES | DROPOUTS | SOFTMAX | (ENLARGING - CONVS)
 
 
 def find_predictions(trace: Trace) -> dict[Node, str]:

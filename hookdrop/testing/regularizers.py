@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import pickle
 from collections.abc import Callable, Mapping
@@ -93,9 +92,7 @@ def _run(check: Callable[[Any], None], subject: Any) -> None:
         try:
             check(subject)
         except Exception as error:
-            text = (
-                f"{subject._title} fails {check.__name__}: {inspect.getdoc(check)}\n  {type(error).__name__}: {error}"
-            )
+            text = f"{subject._title} fails {check.__name__}: {check.__doc__}\n  {type(error).__name__}: {error}"
             raise AssertionError(text) from error
 
 
@@ -311,10 +308,7 @@ class RegularizerChecks:
 
     @only_if(lambda self: self._keeps_shape)
     def memory_format_is_kept(self) -> None:
-        """Output and gradient must have the strides of a dense input, such as channels-last or a transposed view.
-
-        To fix this, make masks with `torch.empty_like(x)`, or return `y.contiguous(memory_format=...)`.
-        """
+        """Strides of a dense input must stay: use `torch.empty_like(x)`, or `y.contiguous(memory_format=...)`."""
         order = [1, 0, *range(2, self._x.dim())]
         views = [self._x.permute(order).contiguous().permute(order)]
         if self._x.dim() == 4:
@@ -342,10 +336,7 @@ class RegularizerChecks:
 
     @only_if(lambda self: self._drops_or_adds)
     def p_means_p(self) -> None:
-        """The expected fraction of elements whose gradient is 0 must be the rate, or 0 if its kind is "noise".
-
-        If the rate is another number, such as the probability that a sample changes, declare `Rate(kind="factor")`.
-        """
+        """The expected fraction of zero gradients must be the rate (`kind="noise"`: 0; `kind="factor"`: any)."""
         drops = self._kind == "drop"
         rates = self._rates + [1.0] * (drops and not self._declared.open_end)
         low_precision = [(rates[0], torch.bfloat16)] * drops  # noise rounds to 0 there

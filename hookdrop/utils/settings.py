@@ -20,7 +20,7 @@ class NamedArguments(ABCMeta):
     if not TYPE_CHECKING:
 
         def __call__(cls, *args, **kwargs):
-            return _named(cls, super().__call__, args, kwargs)
+            return named_arguments(super().__call__, cls)(*args, **kwargs)
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -32,28 +32,27 @@ class NamedArguments(ABCMeta):
         return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
-def named_arguments(make: F) -> F:
+def named_arguments(make: F, of: Any = None) -> F:
     """Decorate a function to do the same, or a class to do it in its public methods. Signatures stay as they are."""
     if isinstance(make, type):
         for name, one in [*vars(make).items()]:
-            if inspect.isfunction(one) and (not name.startswith("_") or name == "__init__"):
+            if inspect.isfunction(one) and not name.startswith("_"):
                 setattr(make, name, named_arguments(one))
         return make
 
     @functools.wraps(make)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _named(make, make, args, kwargs)
+        try:
+            return make(*args, **kwargs)
+        except TypeError as error:
+            found = unknown_argument(of or make, args, kwargs)
+            if not found and error.__traceback__ and not error.__traceback__.tb_next:  # of the call itself
+                found = f"{error}.{signature_line((of or make).__name__, of or make)}"
+            if found:
+                raise TypeError(found) from None
+            raise
 
     return cast(F, call)
-
-
-def _named(make: Callable[..., Any], run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    try:
-        return run(*args, **kwargs)
-    except TypeError:
-        if found := unknown_argument(make, args, kwargs):
-            raise TypeError(found) from None
-        raise
 
 
 def unknown_argument(cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -307,7 +307,8 @@ inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(2, 4, 16
 # an example input without a batch axis, with its channels last
 inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(16, 16, 3))
 # an example input that is one argument of the model
-inject(output_dict(), Dropout(p=0.1), layers="fc", example_input={"x1": IMAGES, "x2": IMAGES})
+takes_dict = toy(lambda m, batch: m.fc(batch["wide"]), fc=nn.Linear(8, 3))
+inject(takes_dict, Dropout(p=0.1), layers="fc", example_input={"wide": torch.zeros(2, 8)})
 # an example input of another size
 inject(mlp(), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 9, 9))
 # a map without a batch axis

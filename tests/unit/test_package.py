@@ -10,19 +10,7 @@ import pytest
 from torch import nn
 
 import hookdrop
-from hookdrop import (
-    DropBlock,
-    Dropout,
-    InjectionSpec,
-    LinearSchedule,
-    Regularizer,
-    TokenDropout,
-    find,
-    inject,
-    parse,
-    plan,
-    recipes,
-)
+from hookdrop import DropBlock, Dropout, InjectionSpec, LinearSchedule, Regularizer, TokenDropout, parse, recipes
 from hookdrop.regularizers import REGULARIZERS
 from hookdrop.schedules import SCHEDULES, Schedule
 from tests.support.programs import run_code
@@ -122,12 +110,12 @@ def trainer_callback(**settings: Any) -> Any:
         (lambda: recipes.stochastic_depth(drop_path_rate=0.1), "'p'"),
         (lambda: InjectionSpec.from_dict({"layer": "0"}), "'layers'"),
         (lambda: parse("Dropout(drop_prob=0.1)"), "'p'"),
-        (lambda: inject(MODEL, Dropout(0.1), layer="0"), "'layers'"),
-        (lambda: plan(MODEL, Dropout(0.1), layers="0", example=1), "'example_input'"),
+        (lambda: hookdrop.inject(MODEL, Dropout(0.1), layer="0"), "'layers'"),
+        (lambda: hookdrop.plan(MODEL, Dropout(0.1), layers="0", example=1), "'example_input'"),
         (lambda: hookdrop.layers(MODEL, example=1), "'example_input'"),
         (lambda: InjectionSpec("Dropout(p=0.1)", layer="0"), "'layers'"),
-        (lambda: find(MODEL).predict(1, n_samples=3), "'samples'"),
-        (lambda: find(MODEL).sampling(rate=0.1), "'p'"),
+        (lambda: hookdrop.find(MODEL).predict(1, n_samples=3), "'samples'"),
+        (lambda: hookdrop.find(MODEL).sampling(rate=0.1), "'p'"),
         (lambda: trainer_callback(logs=True), "'log'"),
     ],
 )
@@ -142,12 +130,12 @@ def test_an_unknown_argument_names_the_nearest(call: Any, nearest: str) -> None:
 def test_an_argument_of_the_regularizer_that_is_passed_to_inject() -> None:
     for source in (Dropout, Dropout(0.1)):
         with pytest.raises(TypeError, match=r"no argument 'p', but Dropout has: write Dropout\(p=...\)\nNo hook was"):
-            inject(MODEL, source, p=0.1, layers="0")
+            hookdrop.inject(MODEL, source, p=0.1, layers="0")
 
 
 def test_decorated_functions_keep_their_signatures() -> None:
-    assert [*inspect.signature(inject).parameters][:3] == ["model", "regularizer", "layers"]
-    assert inspect.signature(inject).parameters["layers"].default is None
+    assert [*inspect.signature(hookdrop.inject).parameters][:3] == ["model", "regularizer", "layers"]
+    assert inspect.signature(hookdrop.inject).parameters["layers"].default is None
     assert [*inspect.signature(hookdrop.Injection.step).parameters] == ["self", "n"]
 
 

@@ -306,9 +306,7 @@ def test_rates_that_look_like_keep_prob_warn() -> None:
 IMAGES = torch.randn(4, 3, 16, 16)
 
 
-def small_cnn() -> nn.Sequential:
-    parts = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
-    return nn.Sequential(*parts)
+CNN = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
 
 
 @pytest.mark.parametrize(
@@ -324,7 +322,7 @@ def small_cnn() -> nn.Sequential:
 def test_p_of_1_and_dropout_on_the_output_warn_in_plan_inject_and_check(
     regularizer: Any, settings: Any, says: str
 ) -> None:
-    model = small_cnn()
+    model = nn.Sequential(*CNN)
     (planned,) = plan(model, regularizer, example_input=IMAGES, **settings).warnings
     assert re.search(says, planned, re.DOTALL)
     with pytest.warns(HookdropWarning) as caught:
@@ -337,16 +335,17 @@ def test_p_of_1_and_dropout_on_the_output_warn_in_plan_inject_and_check(
 
 
 def test_uses_of_a_rate_of_1_and_of_outputs_that_are_no_predictions_do_not_warn() -> None:
-    schedule = LambdaSchedule(tenth)  # whose values are the rates
+    def warnings_of(parts: Any, regularizer: Any, layers: str, **settings: Any) -> list[str]:
+        return plan(nn.Sequential(*parts), regularizer, layers=layers, example_input=IMAGES, **settings).warnings
+
     for one in (Cutout(3, p=1.0), MixStyle(1.0), DropPath(1.0), UniformNoise(1.0), ScaleActivationGrad(1.0)):
-        assert plan(small_cnn(), one, layers="0", example_input=IMAGES).warnings == []
-    assert plan(small_cnn(), Dropout(1.0), layers="1", schedule=schedule, example_input=IMAGES).warnings == []
-    neck = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
-    for backbone in (small_cnn()[:3], small_cnn()[:5], nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8)), neck):
-        assert plan(backbone, Dropout(0.1), layers="*", example_input=IMAGES).warnings == []
-    for regularizer, settings in [(Dropout(0.1), {"at": "input"}), (GaussianNoise(), {}), (Dropout(0), {})]:
-        assert plan(small_cnn(), regularizer, layers="5", example_input=IMAGES, **settings).warnings == []
-    assert plan(small_cnn(), Dropout(0.1), layers="5", at="parameters", example_input=IMAGES).warnings == []
+        assert warnings_of(CNN, one, "0") == []
+    assert warnings_of(CNN, Dropout(1.0), "1", schedule=LambdaSchedule(tenth)) == []  # whose values are the rates
+    neck = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+    for backbone in (CNN[:3], CNN[:5], (nn.Linear(16, 8), nn.LayerNorm(8)), neck):
+        assert warnings_of(backbone, Dropout(0.1), "*") == []
+    assert warnings_of(CNN, GaussianNoise(), "5") == warnings_of(CNN, Dropout(0), "5") == []
+    assert all(warnings_of(CNN, Dropout(0.1), "5", at=at) == [] for at in ("input", "parameters"))
 
 
 @pytest.mark.parametrize(

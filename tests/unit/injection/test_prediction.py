@@ -162,21 +162,22 @@ class TestInput:
         of_dict = toy(lambda m, x: m.fc(x["wide"]), fc=nn.Linear(8, 3))
         of_two = toy(lambda m, a, b: m.fc(a + b), fc=nn.Linear(8, 3))
         of_one = toy(lambda m, pair: m.fc(pair[0]), fc=nn.Linear(8, 3))
-        named = {"a": X, "b": X}
-        for model, inputs in [
+        inputs = [
             (of_dict, {"wide": X}),
             (of_two, (X, X)),
             (of_two, [X, X]),
-            (of_two, named),
+            (of_two, {"a": X, "b": X}),
             (of_one, [X, X]),
-        ]:
+        ]
+        for model, given in inputs:
             drop = inject(model, Dropout(0.5), layers="fc", on_existing="replace")
-            assert drop.predict([(inputs, 0)] * 2, samples=2).mean.shape == (8, 3)
-        assert drop.predict([((X, X), 0)], samples=2).mean.shape == (4, 3)
-        pairs = [((X, X), 0)]
-        assert inject(of_two, Dropout(0.5), layers="fc", on_existing="replace").predict(
-            pairs, samples=2, call=lambda a, b: of_two(a, b)[:2]
-        ).mean.shape == (2, 3)
+            assert drop.predict([(given, 0)] * 2, samples=2).mean.shape == (8, 3)
+        called = drop.predict([([X, X], 0)], samples=2, call=lambda a, b: of_one((a, b))[:2])
+        assert called.mean.shape == (2, 3)
+        with pytest.raises(
+            TypeError, match=r"predict: .* does not take tuple(.|\n)*of a batch with targets: predict\(x\)"
+        ):
+            drop.predict((X, torch.zeros(4)))
 
     def test_tensors_in_a_list_are_moved_to_the_device_of_the_model(self) -> None:
         model = toy(lambda m, images: m.fc(images[0]), fc=nn.Linear(8, 3))
