@@ -33,7 +33,15 @@ def message(kind: str, it: object, found: Any = ()) -> str:
 
 
 MESSAGES = {
-    # --- in a plan: the first three without a forward
+    # --- in a plan: the first four without a forward
+    "erased": (
+        "the rate of {counted} reaches 1, which drops everything there: {sites}.\n"
+        "  p is a fraction: 1 percent is p=0.01, and keep_prob=1.0 drops nothing."
+    ),
+    "on_output": (
+        "{title} at {site!r} drops what the model returns, the predictions of {layer!r}.\n"
+        '  to drop the features that they are computed from: layers={layer!r}, at="input"'
+    ),
     "high_rate": ("{title} at {site!r} drops {p:.0%}: did you mean keep_prob={p:g}?"),
     "nested": (
         "{n} of {of} sites are nested inside other sites: activations are regularized up to {levels} times{rate}, at "

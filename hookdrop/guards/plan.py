@@ -12,27 +12,37 @@ from hookdrop.guards.messages import find
 from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, ShakeDrop, drops_elements
 from hookdrop.utils.tables import counted
 
-WITHOUT_FORWARD = ("high_rate", "nested", "fused_encoder")
-WITH_FORWARD = ("whole_block", "never_called", "frozen", "before_batch_norm")
+WITHOUT_FORWARD = ("erased", "high_rate", "nested", "fused_encoder")
+WITH_FORWARD = ("on_output", "whole_block", "never_called", "frozen", "before_batch_norm")
 
 # From this rate on, dropout's variance shift in a following batch norm outweighs its benefit (arXiv:1801.05134).
 _HIGH_RATE = 0.3
 _KEEP_RATES = 0.8, 0.95  # probably the fraction to keep
 
 
-def plan_warnings(
-    model: nn.Module, sites: Sequence[Any], seen: Sequence[Any] = (), *, of_recipe: bool = False
-) -> list[str]:
-    """Return the warnings about planned sites: without a forward, or with what one has `seen` (`LayerCalls`)."""
-    of_layers = () if of_recipe else ("already_drops",)  # a recipe knows the dropout of the model
-    kinds = (*WITH_FORWARD, *of_layers) if seen else WITHOUT_FORWARD
-    return list(find(kinds, Planned(model, sites, seen)).values())
+def plan_warnings(plan: Any, seen: Sequence[Any] = ()) -> dict[str, str]:
+    """Return the warnings about the sites of a plan: without a forward, or with what one has `seen` (`LayerCalls`)."""
+    of_layers = () if plan.recipe else ("already_drops",)  # a recipe knows the dropout of the model
+    kinds = (*WITH_FORWARD, *of_layers) if seen else WITHOUT_FORWARD[: 1 if plan.sites[0].attribute else None]
+    return find(kinds, Planned(plan, seen))
 
 
 class Planned:
-    def __init__(self, model: nn.Module, sites: Sequence[Any], seen: Sequence[Any]) -> None:
-        self.model, self.sites = model, sites
-        self._seen = list(zip(sites, seen, strict=True)) if seen else []
+    def __init__(self, plan: Any, seen: Sequence[Any]) -> None:
+        self.model, self.sites = plan.root, plan.sites
+        self._seen = list(zip(self.sites, seen, strict=True)) if seen else []
+
+    @property
+    def erased(self) -> list[str]:
+        """A drop probability reaches 1, except for DropPath, whose branch has a skip."""
+        certain = [site for site in self.sites if site.highest >= 1.0]
+        return [site.name for site in certain if not site.text.startswith(("DropPath", "StochasticDepth"))]
+
+    @property
+    def on_output(self) -> dict[str, Any]:
+        """The regularizer drops a prediction that the model returns: see `find_predictions`."""
+        drops = [(site, seen.predicts) for site, seen in self._seen if seen.predicts and site.highest > 0.0]
+        return {"title": drops[0][0].regularizer.title, "site": drops[0][0].name, "layer": drops[0][1]} if drops else {}
 
     @property
     def high_rate(self) -> dict[str, Any]:

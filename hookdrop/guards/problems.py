@@ -32,7 +32,7 @@ def find_problems(
     if state.removed:
         return {"removed": f"{state.name!r} was removed from its model."} if requested else {}
     compared = Comparison(model, state, hooks, requested)
-    found = find((*CHANGES, *USE), compared)
+    found = find((*CHANGES, *USE), compared) | state.live.planned
     for hook in compared.intact:
         if check_first_shape in hook.listeners:
             found |= shape_warnings(hook)

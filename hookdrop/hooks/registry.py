@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hookdrop.utils.names import check_model
 from hookdrop.utils.torch_internals import HOOK_TABLES
 
 if TYPE_CHECKING:
@@ -92,8 +93,7 @@ hidden_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
     """Yield all hookdrop hooks on `model`, in `named_modules()` order."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
+    check_model(model)
     for module in model.modules():
         for name, _ in reversed(HOOK_TABLES):
             for hook in getattr(module, name).values():

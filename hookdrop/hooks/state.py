@@ -34,6 +34,7 @@ class LiveState:
     def __init__(self) -> None:
         self.root: weakref.ref[nn.Module] | None = None  # the model that the hooks were placed on; None in a copy
         self.survey: Any = None  # what running the model showed to a recipe over its own dropout
+        self.planned: dict[str, str] = {}  # by kind, the warnings of the plan that stay true
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
         """Weak references to the hooks, so that a copy of one layer does not copy the others."""
         self.known_sites: set[str] = set()  # the sites of all current and former members

@@ -24,6 +24,7 @@ from hookdrop.injection.sinks import DropoutSink, RateSink, remove_sinks, sinks_
 from hookdrop.injection.spec import InjectionSpec, spec_of
 from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import InjectionError
+from hookdrop.utils.settings import named_arguments
 from hookdrop.utils.tables import counted, html_table, text_table
 from hookdrop.utils.validation import CopyDevice, count, number
 
@@ -57,6 +58,7 @@ class Sites(tuple[Site, ...]):
         return text_table(Site._fields, self)
 
 
+@named_arguments
 class Injection:
     """A handle on one or several injections of a model, by name.
 
@@ -222,6 +224,7 @@ class Injection:
         with rates.changing(self._states):
             for state in self._states:
                 rates.set_targets([sink for sink in sinks if sink.state is state], value)
+                state.live.planned.pop("erased", None)
 
     def _require_common_unit(self, what: str) -> list[RateSink]:
         """Return the sinks with a rate, or raise if there is none or the units differ."""
@@ -252,7 +255,7 @@ class Injection:
 
     def seek(self, step: int) -> None:
         """Set the number of optimizer steps taken. Idempotent, for trainers and for resuming."""
-        self._check_not_removed("seek()")
+        self._require_sinks("seek()")
         step = count(step, "step", "seek", 0)
         self._move(lambda state: step)
         for state in self._states:
@@ -296,7 +299,7 @@ class Injection:
             # If the modules no longer exist, the optimizer must stop counting. The model may be a deleted wrapper.
             if state.live.follower is not None and not any(sink.is_attached for sink in state.live.members):
                 state.live.follower.release()
-        self._check_not_removed("step()")
+        self._require_sinks("step()")
         self._move(lambda state: state.step_count + n)
 
     def _move(self, step_of: Callable[[InjectionState], int]) -> None:
@@ -370,6 +373,7 @@ class Injection:
         activation: str | None = "softmax",
         output: Callable[[Any], Tensor] | None = None,
         consistent: bool = False,
+        call: Callable[..., Any] | None = None,
     ) -> Prediction:
         """Sample predictions inside `sampling()`, and return their mean, variance, entropy and mutual information.
 
@@ -379,9 +383,10 @@ class Injection:
 
         Args:
             data: a batch or a loader. A batch is a tensor, a tuple of arguments, or a mapping of keyword arguments. Any
-                other iterable is a loader of batches; of lists and tuples, the first element is the input, and may be a
-                mapping. The keys `labels` and `label` are only passed to a model whose forward has such an argument.
-                Batches are moved to the device of the model.
+                other iterable is a loader of batches; of lists and tuples, the first element is the input. Another
+                sequence or mapping there is one argument or several, whichever the model's forward takes. The keys
+                `labels` and `label` are only passed to a model whose forward has such an argument. Batches are moved to
+                the device of the model.
             samples: number of samples, at least 2.
             p: the rate, before `p_scale`; None uses the current rate.
             activation: `"softmax"` over the class axis (axis 1 of a 4-D or 5-D output, otherwise the last),
@@ -391,6 +396,7 @@ class Injection:
             consistent: whether sample s applies the same function to every row of every batch, so that the predictions
                 of the tiles of an image fit together: the mask of a site depends only on s, `torch.initial_seed()`, the
                 number of the call and the shape of a row. Samples then do not use the global RNG.
+            call: what to call in place of the model, such as `lambda pair: model(*pair)`.
 
         Returns:
             A `Prediction`, whose tensors are concatenated over the batches, on the CPU.
@@ -413,7 +419,9 @@ class Injection:
         from hookdrop.injection.prediction import predict
 
         sinks = self._require_sinks("predict()")
-        return predict(self._require_model(), sinks, self.sampling(p), data, samples, activation, output, consistent)
+        return predict(
+            self._require_model(), sinks, self.sampling(p), data, samples, activation, output, consistent, call
+        )
 
     def samples(
         self, batch: Any, n: int = 30, *, p: float | None = None, consistent: bool = False, call: Any = None

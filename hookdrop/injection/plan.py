@@ -54,6 +54,8 @@ class PlannedSite:
     """Its rate, where it is a number in the code, which nothing can change."""
     target: float | None = None
     """The rate before `p_scale`; None if there is none."""
+    highest: float = 0.0
+    """The largest drop probability that the schedule reaches; 0 if the rate is another number."""
 
     def __post_init__(self) -> None:
         if self.regularizer is not None:
@@ -94,10 +96,15 @@ class Plan:
     """What running the model has shown to a recipe."""
     exact: set[str] = field(default_factory=set)
     """The layers that an entry gives by full name or as a module."""
-    warned_kinds: set[str] = field(default_factory=set)
-    """The kinds of shape warnings that `warnings` contains."""
+    by_kind: dict[str, str] = field(default_factory=dict)
+    """The warnings whose kind the training may find again."""
     recipe: Mapping[str, Any] | None = None
     """The arguments of `inject` with which a recipe chooses the same sites again."""
+
+    def add(self, found: Mapping[str, str]) -> None:
+        """Add warnings by their kind."""
+        self.warnings += found.values()
+        self.by_kind |= found
 
     def _table(self) -> tuple[str, list[str], list[list[Any]], list[str]]:
         """Return the title, the header, the rows and the notes."""
@@ -151,12 +158,11 @@ def inspect_forward(plan: Plan, example: Any) -> None:
                 f"{site.name!r} ({site.type}) is not called in the forward pass: a hook on it never fires.\n"
                 "  it is unused, or only its submodules or weights are used: hook its submodules, or the next layer."
             )
-    for texts in shape_warnings.values():
+    for kind, texts in shape_warnings.items():
         more = f" (and {counted(len(texts) - 1, 'more site')} like it)" if len(texts) > 1 else ""
         fact, line_break, remedy = texts[0].partition("\n")
-        plan.warnings.append(fact + more + line_break + remedy)
-    plan.warned_kinds = set(shape_warnings)
-    plan.warnings += plan_warnings(plan.model, plan.sites, seen, of_recipe=plan.recipe is not None)
+        plan.add({kind: fact + more + line_break + remedy})
+    plan.add(plan_warnings(plan, seen))
 
 
 def _check_samples(plan: Plan, site: PlannedSite, found: Survey) -> None:
@@ -181,7 +187,8 @@ def _calls(found: Survey, site: PlannedSite, tensor: TensorKey) -> LayerCalls:
     from hookdrop.hooks.parameter_hooks import select_parameters
 
     shapes = [tuple(getattr(site.module, name).shape) for name in select_parameters(site.module, tensor, site.name)]
-    return replace(found.calls(site.name), shapes=shapes, mismatch="", tensor_count=0, resembles_input=False)
+    seen = replace(found.calls(site.name), shapes=shapes, mismatch="", tensor_count=0)
+    return replace(seen, resembles_input=False, predicts="")
 
 
 def _inspect_site(site: PlannedSite, seen: LayerCalls, shape_warnings: dict[str, list[str]], is_batched: bool) -> None:

@@ -164,7 +164,26 @@ class Inputs:
         return self.map(lambda value: torch.cat([value] * times) if isinstance(value, Tensor) else value)
 
 
-def _read_batches(model: nn.Module, data: Any) -> Iterator[Inputs]:
+def _accepts(function: Callable[..., Any], inputs: Inputs) -> bool:
+    try:
+        inspect.signature(function).bind(*inputs.args, **inputs.kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _arguments(function: Callable[..., Any], given: Any) -> Inputs:
+    """Return the inputs of a loader's batch as the arguments that a function takes: one or, as it must be, several."""
+    one, several = Inputs((given,), {}), Inputs(tuple(given) if isinstance(given, list | tuple) else (given,), {})
+    if isinstance(given, Mapping):
+        known = inspect.signature(function).parameters
+        several = Inputs((), {key: x for key, x in given.items() if key in known or key not in ("labels", "label")})
+        if _accepts(function, several) or not known.keys().isdisjoint(several.kwargs):
+            return several
+    return one if _accepts(function, one) else several
+
+
+def _read_batches(model: nn.Module, data: Any, call: Callable[..., Any] | None) -> Iterator[Inputs]:
     """Yield the inputs of each batch, on the device of the model."""
     device = next((weight.device for weight in model.parameters() if weight.device.type != "meta"), None)
     if isinstance(data, Tensor | tuple | Mapping):
@@ -175,22 +194,24 @@ def _read_batches(model: nn.Module, data: Any) -> Iterator[Inputs]:
             f"{type(data).__name__}.\n  an array: torch.as_tensor(x)   one argument of another type: (x,)"
         )
 
+    function = call or unwrapped(model).forward
+
     def move(x: Any) -> Any:
         return x.to(device) if device is not None and hasattr(x, "to") else x
 
-    accepted = inspect.signature(unwrapped(model).forward).parameters
     for batch in data:
-        if isinstance(batch, list | tuple):
-            batch = batch[0]
-        if isinstance(batch, Mapping):
-            unused = [name for name in ("labels", "label") if name not in accepted]
-            batch = Inputs((), {name: value for name, value in batch.items() if name not in unused})
-        inputs = batch if isinstance(batch, Inputs) else Inputs((batch,), {})
+        batch = batch[0] if isinstance(batch, list | tuple) else batch
+        inputs = batch if isinstance(batch, Inputs) else _arguments(function, batch)
+        if not _accepts(function, inputs):
+            raise TypeError(
+                f"predict: {function.__qualname__} does not take {describe(inputs.args or inputs.kwargs)}.\n"
+                "  of a batch with targets: predict(x) or predict([batch])   other arguments: call=lambda x: model(...)"
+            )
         yield inputs.map(lambda x: move(x) if hasattr(x, "to") else map_leaves(x, move))
 
 
-def _call(model: nn.Module, inputs: Inputs, output: Callable[[Any], Tensor] | None) -> Tensor:
-    """Call the model and return the tensor to summarize."""
+def _call(model: Callable[..., Any], inputs: Inputs, output: Callable[[Any], Tensor] | None) -> Tensor:
+    """Call the model or what stands for it, and return the tensor to summarize."""
     out = model(*inputs.args, **inputs.kwargs)
     picked: object = out if isinstance(out, Tensor) else getattr(out, "logits", None)
     if output is not None:
@@ -216,6 +237,7 @@ def predict(
     activation: str | None,
     output: Callable[[Any], Tensor] | None,
     consistent: bool,
+    call: Callable[..., Any] | None,
 ) -> Prediction:
     """Sample `model` on `data` inside `sampling`, which activates `sinks`. See `Injection.predict`."""
     from hookdrop.survey.isolation import eval_mode  # only a prediction needs it
@@ -234,11 +256,11 @@ def predict(
     found: list[Prediction] = []
     with eval_mode(model), torch.no_grad(), sampling:
         masks = _fixed_masks(model, samples)
-        for inputs in _read_batches(model, data):
+        for inputs in _read_batches(model, data, call):
             summary, repeated = Summary(activation), inputs.repeated(masks)
             for number in range(samples // masks):
                 with _masks_of(number, repeated, sinks, consistent):
-                    summary.add(_call(model, repeated, output), masks)
+                    summary.add(_call(call or model, repeated, output), masks)
             found.append(summary.prediction())
     if not found:
         raise ValueError(
@@ -266,7 +288,7 @@ def samples(
     """See `Injection.samples`. Each sample enters its own contexts, so that the caller's code runs outside of them."""
     from hookdrop.survey.isolation import eval_mode
 
-    (inputs,) = _read_batches(model, batch if isinstance(batch, Tensor | tuple | Mapping) else (batch,))
+    (inputs,) = _read_batches(model, batch if isinstance(batch, Tensor | tuple | Mapping) else (batch,), call)
 
     def sample(number: int) -> Any:
         with eval_mode(model), torch.no_grad(), sampling(), _masks_of(number, inputs, sinks, consistent):

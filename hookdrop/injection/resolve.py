@@ -78,8 +78,7 @@ def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = N
     for site in changed or plan.sites:
         _check_rate(site, schedule)
     hooked = [site.regularizer.title.lower() for site in plan.sites if site.regularizer is not None]
-    if hooked:
-        plan.warnings += plan_warnings(plan.root, plan.sites)
+    plan.add(plan_warnings(plan))
     if given and not any(site.attribute for site in plan.sites):
         inspect_forward(plan, example_input)
     plan.name = spec.name or plan.name or "_".join(dict.fromkeys(hooked))
@@ -282,6 +281,7 @@ def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:
         )
     peak = 1.0 if schedule is None else schedule(0) if schedule.peak is None else schedule.peak
     rate = target * site.p_scale * peak
+    site.highest = rate if declared.kind == "drop" else 0.0
     try:
         declared.valid(rate, site.type if site.regularizer is None else site.regularizer.title)
     except ValueError as error:

@@ -23,7 +23,7 @@ from hookdrop.regularizers.base import at_rate
 from hookdrop.schedules import ConstantSchedule, Schedule
 from hookdrop.utils.errors import InjectionError, LayerError, StateError
 from hookdrop.utils.select import Entries, as_entries
-from hookdrop.utils.settings import unknown_argument
+from hookdrop.utils.settings import NamedArguments, unknown_argument
 from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.validation import one_of
 
@@ -35,7 +35,7 @@ PLACES = ("output", "input", "parameters")
 
 
 @dataclass(frozen=True, eq=False)
-class InjectionSpec:
+class InjectionSpec(metaclass=NamedArguments):
     """The arguments of `inject`, for trainers that build the model later and for configuration files.
 
     Strings work for all of them. They are parsed at once, so that a typo is found before the model is built, and never
@@ -75,12 +75,9 @@ class InjectionSpec:
 
     def __post_init__(self) -> None:
         """Find settings that are invalid for any model."""
-        if self.at not in PLACES:
-            one_of(self.at, "at", "inject", PLACES)
-        if self.on_existing not in ("error", "replace", "stack"):
-            one_of(self.on_existing, "on_existing", "inject", ("error", "replace", "stack"))
-        if not isinstance(self.portable, bool):
-            one_of(self.portable, "portable", "inject", (True, False))
+        one_of(self.at, "at", "inject", PLACES)
+        one_of(self.on_existing, "on_existing", "inject", ("error", "replace", "stack"))
+        one_of(self.portable, "portable", "inject", (True, False))
         if isinstance(self.tensor, bool) or not isinstance(self.tensor, TensorKey):
             raise TypeError(f"inject: tensor must be an index, a key, 'all' or None, got {self.tensor!r}.")
         if self.at == "parameters" and isinstance(self.tensor, int):
@@ -124,13 +121,14 @@ class InjectionSpec:
         """A regularizer for each entry, or one for all, and the entries."""
         source = self.source
         if not isinstance(source, Mapping):
+            regularizer = _regularizer(source)
             if self.layers is None:
                 raise LayerError(
                     "`layers` is missing: pass a name, a glob such as 'layer3.*', a class, or a list of these.\n"
                     "  see all:      print(hookdrop.layers(model))"
                 )
             as_entries(self.layers, "`layers`")
-            return [_regularizer(source)], self.layers
+            return [regularizer], self.layers
         if recipe := next((value for value in source.values() if isinstance(value, Recipe)), None):
             raise TypeError(f"the recipe {recipe!r} chooses its layers: pass it alone, not in a mapping.")
         if self.layers is not None:

@@ -39,6 +39,7 @@ from hookdrop.schedules import ConstantSchedule, Schedule
 from hookdrop.utils.errors import HookdropError, InjectionError, nothing_placed, warn
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import Entries, named_layers, select
+from hookdrop.utils.settings import named_arguments
 from hookdrop.utils.tables import counted
 from hookdrop.utils.tensor_tree import TensorKey
 
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 _CONSTANT = ConstantSchedule()
 
 
+@nothing_placed()
+@named_arguments
 def inject(
     model: nn.Module,
     regularizer: Regularizers | InjectionSpec,
@@ -111,10 +114,11 @@ def inject(
         >>> drop.remove()
     """
     given = (layers, exclude, at, tensor, schedule, p_scale, name, on_existing, portable)
-    with nothing_placed():
-        return place(_plan(model, regularizer, given, total_steps, example_input))
+    return place(_plan(model, regularizer, given, total_steps, example_input))
 
 
+@nothing_placed()
+@named_arguments
 def plan(
     model: nn.Module,
     regularizer: Regularizers | InjectionSpec,
@@ -145,8 +149,7 @@ def plan(
         '*': 2 layers
     """
     given = (layers, exclude, at, tensor, schedule, p_scale, name, on_existing, portable)
-    with nothing_placed():
-        return _plan(model, regularizer, given, total_steps, example_input)
+    return _plan(model, regularizer, given, total_steps, example_input)
 
 
 def _plan(model: nn.Module, regularizer: Any, given: tuple[Any, ...], total_steps: int | None, example: Any) -> Plan:
@@ -163,6 +166,7 @@ def _plan(model: nn.Module, regularizer: Any, given: tuple[Any, ...], total_step
     return make_plan(model, spec, total_steps, example)
 
 
+@named_arguments
 def layers(model: nn.Module, example_input: Any = None, *, only: Entries | None = None) -> Layers:
     """Show the layers of a model, and what fits each: what a forward of the example does there.
 
@@ -296,7 +300,8 @@ def place(planned: Plan) -> Injection:
     state = InjectionState(planned.name, tuple([s.name for s in planned.sites]), planned.schedule or _CONSTANT)
     state.portable, state.recipe = planned.spec.portable, planned.recipe
     # The first forward must not repeat the warnings above.
-    state.warned_kinds |= planned.warned_kinds
+    state.warned_kinds |= planned.by_kind.keys()
+    state.live.planned = {kind: text for kind, text in planned.by_kind.items() if kind in ("erased", "on_output")}
     state.live.root = weakref.ref(planned.root)
     state.live.survey = planned.survey if planned.sites[0].attribute else None
     sinks: list[RateSink] = []

@@ -12,11 +12,16 @@ from hookdrop.injection.handle import Injection, find
 from hookdrop.injection.spec import InjectionSpec
 from hookdrop.injection.verbs import inject
 from hookdrop.utils.seeding import seed_per_rank
+from hookdrop.utils.settings import named_arguments
 from hookdrop.utils.tables import counted
 
 
 class Placement:
     """Places specs, or mappings of their settings, on a model: all or none. `specs` may come from a file."""
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        cls.__init__ = named_arguments(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, spec: Sequence[Any], specs: Any = (), *, seed_per_rank: bool) -> None:
         more = [specs] if isinstance(specs, InjectionSpec | Mapping | str) else specs or ()

@@ -151,4 +151,6 @@ def _find(model: nn.Module, survey: Survey) -> tuple[DropRates, str]:
     try:
         return survey.all_drop_rates, ""
     except InjectionError as error:
+        if getattr(survey, "is_given", False):  # by the user: the error says what is wrong with it
+            raise
         return DropRates(tuple(known_drop_rates(model)), {}), str(error).partition("\n")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -57,6 +58,16 @@ def _check_heads(width: int, heads: int, where: str) -> None:
             f"{where}: {width} features do not divide into {heads} heads.\n"
             f"  nearest numbers of heads that do: {', '.join(map(str, nearest)) or 'none'}"
         )
+
+
+def _stored_heads(model: nn.Module, name: str) -> Any:
+    """Return the number of heads that the module around a layer, or the config of the model, stores; "H" if neither."""
+    stored = vars(model.get_submodule(name.rpartition(".")[0])) | getattr(
+        getattr(model, "config", None), "__dict__", {}
+    )
+    return next(
+        (n for key, n in stored.items() if re.search("(?<!kv_)(?<!value_)heads?$", key) and n in range(2, 999)), "H"
+    )
 
 
 class HeadDropout(DropRegularizer):
@@ -118,12 +129,12 @@ class HeadDropout(DropRegularizer):
         return self.samples is None
 
     def for_layer(self, model: nn.Module, name: str, at: str = "input", survey: Any = None) -> HeadDropout:
-        where = f"HeadDropout at {name!r}"
+        where, write = f"HeadDropout at {name!r}", f"HeadDropout(p=..., heads={_stored_heads(model, name)})"
         if survey is None:
             if self.heads is None:
                 raise LayerError(
                     f"{where}: the number of heads is missing.\n"
-                    "  pass it: HeadDropout(p=..., heads=12)   or let inject find it: example_input=x"
+                    f"  pass it: {write}   or let inject find it: example_input=x"
                 )
             _check_heads(getattr(model.get_submodule(name), "in_features", self.heads), self.heads, where)
             return self
@@ -132,7 +143,7 @@ class HeadDropout(DropRegularizer):
             raise LayerError(
                 f"{where}: its input has no heads: {found}.\n"
                 "  find the projections: hookdrop.plan(model, recipes.head_dropout(p=...), example_input=x)\n"
-                "  if its input is (N, L, H d) all the same: HeadDropout(p=..., heads=12), without example_input"
+                f"  if its input is (N, L, H d) all the same: {write}, without example_input"
             )
         if self.heads is not None and (self.heads, self.interleaved) != (found.count, found.interleaved):
             order = ", interleaved=True" if found.interleaved else ""

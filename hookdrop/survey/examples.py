@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,27 +83,28 @@ _FIXES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "x.movedim(-1, 0)[None]": ("has its channels last and no batch axis", lambda x: x.movedim(-1, 0)[None]),
     "x[:, :1]": ("has more than the one channel that the model takes", lambda x: x[:, :1]),
     "x[:, :3]": ("has more than the 3 channels that the model takes", lambda x: x[:, :3]),
-    "x[:, :1].expand(-1, 3, -1, -1)": (
-        "does not have the 3 channels that the model takes",
-        lambda x: x[:, :1].expand(-1, 3, -1, -1),
-    ),
+    "x[:, :1].expand(-1, 3, -1, -1)": ("has less than 3 channels", lambda x: x[:, :1].expand(-1, 3, -1, -1)),
 }
 
 
 def fault_of(example: Any, run: Callable[[Any], object]) -> str:
     """Return what is wrong with an example, with the fix, if `run` then accepts it; empty if nothing helps."""
     first = next(iter(tensors(example)), torch.zeros(()))
-    for code, (fault, fix) in _FIXES.items():
-        try:
-            run(_replaced(example, first, fix(first)))
-        except Exception:
-            continue
-        return f"the example {fault}: pass {code}"
+    fixes: list[tuple[str, str, Callable[[], Any]]] = [
+        ("example_input=(x,)", "is one argument of the model", lambda: (example,)),
+        ("example_input=tuple(x)", "is several arguments", lambda: tuple(example)),
+        ("x[0]", "is a batch with targets", lambda: example[0]),
+    ][: 3 * isinstance(example, tuple | list) or isinstance(example, Mapping)]
+    fixes += [(code, fault, partial(_fixed, example, first, fix)) for code, (fault, fix) in _FIXES.items()]
+    for code, fault, changed in fixes:
+        with suppress(Exception):
+            run(changed())
+            return f"the example {fault}: pass {code}"
     return ""
 
 
-def _replaced(example: Any, old: Tensor, new: Tensor) -> Any:
-    return map_tensors(example, lambda x: new if x is old else x)
+def _fixed(example: Any, tensor: Tensor, fix: Callable[[Tensor], Tensor]) -> Any:
+    return map_tensors(example, lambda x: fix(x) if x is tensor else x)
 
 
 def examples(model: nn.Module, given: Any) -> Iterator[Example]:

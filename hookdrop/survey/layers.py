@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hookdrop.survey.branches import Branch, Residual, added, has_weights, is_linear
-from hookdrop.survey.ops import COPIES, SOFTMAX
+from hookdrop.survey.ops import CONVS, COPIES, CROPS, DROPOUTS, ENLARGING, SOFTMAX, VIEWS
 from hookdrop.survey.replay import replay
 from hookdrop.survey.trace import Call, Node, Op, Trace, nodes_in
 from hookdrop.utils.errors import ShapeError
@@ -38,6 +38,8 @@ class LayerCalls:
     """Whether the output includes the input, as for a whole residual block."""
     feeds_norm: bool = False
     """Whether the output is the input of a batch norm."""
+    predicts: str = ""
+    """The layer that computes a prediction, if the tensor is one that the model returns: see `find_predictions`."""
     identities: list[str] = field(default_factory=list)
     """The layer itself and those that get its output, if they return their input in eval mode, as dropout does."""
 
@@ -50,15 +52,19 @@ class LayerCalls:
 def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: str, tensor: TensorKey) -> LayerCalls:
     """Return what a hook `at` the input or output of a layer sees in these calls; `tensor` is that of `inject`."""
     seen, sums = LayerCalls(len(calls)), {residual.output: residual for residual in residuals}
+    shown, nodes, predictions = dict[Node, Tensor](), dict[Tensor, Node](), find_predictions(trace)
 
     def look(x: Tensor) -> Tensor:
+        seen.predicts = predictions.get(nodes[x], seen.predicts)
         if tuple(x.shape) not in seen.shapes:
             seen.shapes.append(tuple(x.shape))
         return x
 
     for call in calls:
         value = call.output if at == "output" else call.arguments
-        value = map_leaves(value, lambda leaf: leaf.without_values() if isinstance(leaf, Node) else leaf)
+        shown.update({node: node.without_values() for node in nodes_in(value)})
+        nodes.update({x: node for node, x in shown.items()})
+        value = map_leaves(value, lambda leaf: shown[leaf] if isinstance(leaf, Node) else leaf)
         several = sum(map(fits, tensors(value)))
         seen.tensor_count = several if several > 1 and tensor is None and at == "output" else 0
         try:
@@ -73,6 +79,28 @@ def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: 
             readers = [one for one in identities if any(_leads_to(call.output, x) for x in one.inputs[:1])]
             seen.identities += [one.name for one in ([call] if _returns_input(call) else []) + readers]
     return seen
+
+
+_FUNCTIONS = frozenset({"log_softmax", "sigmoid", "logsigmoid", "mul", "div", "neg"})  # of predictions
+_AFTER_PREDICTIONS = _FUNCTIONS | VIEWS | CROPS | COPIES | DROPOUTS | SOFTMAX | (ENLARGING - CONVS)
+
+
+def find_predictions(trace: Trace) -> dict[Node, str]:
+    """Return the tensors from a layer that computes a prediction to an output of the model, each with the layer.
+
+    The layer changes the number of features, as a classifier does, and only views, softmax, sigmoid and resizing
+    follow. The features of a backbone come from a norm, an activation, pooling or a skip, and necks keep their number.
+    """
+    found: dict[Node, str] = {}
+    for node in trace.outputs:
+        path = [node]
+        while (op := path[-1].op) and op.name in _AFTER_PREDICTIONS and sum(one.is_data for one in op.inputs) == 1:
+            path.append(next(one for one in op.inputs if one.is_data))
+        if op and op.call and (op.name == "linear" or op.name in CONVS) and op.inputs[0].is_data:
+            axis = -1 if op.name == "linear" else 1
+            if op.inputs[0].shape[axis] != op.outputs[-1].shape[axis]:
+                found |= dict.fromkeys(path, op.call.name)
+    return found
 
 
 def _leads_to(start: Any, node: Node) -> bool:

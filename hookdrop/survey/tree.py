@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from hookdrop.survey.branches import has_weights
 from hookdrop.survey.convs import ConvGraph, conv_nets
 from hookdrop.survey.facts import Survey
 from hookdrop.survey.folding import SIZES, LayerFacts, fold
 from hookdrop.survey.heads import Heads, Scores
+from hookdrop.survey.layers import find_predictions
 from hookdrop.survey.tokens import find_patches
 from hookdrop.utils.select import Layer, has_forward, overrides_call
 from hookdrop.utils.tables import html_table, shape_text, text_table
@@ -134,13 +134,8 @@ def _tokens(survey: Survey) -> Iterator[tuple[str, str]]:
 
 
 def _features(survey: Survey) -> Iterator[tuple[str, str]]:
-    """Yield the layer with weights that returns the output of the model, such as a classifier."""
-    outputs = {*survey.trace.outputs}
-    for op in survey.trace.ops:
-        call = op.call
-        # Not a function in the forward of the model itself, far from its input.
-        is_own = call is None or call.parent is not None or not {*op.inputs}.isdisjoint(call.inputs)
-        if call and is_own and has_weights(op) and not outputs.isdisjoint(call.outputs):
-            shape = call.inputs[0].shape if call.inputs else ()
-            if len(shape) == 2:
-                yield call.name, f'Dropout, at="input": {shape[1]} features'
+    """Yield the layers that compute the predictions of the model, such as a classifier."""
+    for name in dict.fromkeys(find_predictions(survey.trace).values()):
+        shape = survey.layers[name][-1].inputs[0].shape
+        if len(shape) == 2:
+            yield name, f'Dropout, at="input": {shape[1]} features'

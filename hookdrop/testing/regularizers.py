@@ -307,7 +307,7 @@ class RegularizerChecks:
 
     @only_if(lambda self: self._keeps_shape)
     def memory_format_is_kept(self) -> None:
-        """Output and gradient must have the strides of a dense input, such as channels-last or a transposed view."""
+        """Strides of a dense input must stay: use `torch.empty_like(x)`, or `y.contiguous(memory_format=...)`."""
         order = [1, 0, *range(2, self._x.dim())]
         views = [self._x.permute(order).contiguous().permute(order)]
         if self._x.dim() == 4:
@@ -335,7 +335,7 @@ class RegularizerChecks:
 
     @only_if(lambda self: self._drops_or_adds)
     def p_means_p(self) -> None:
-        """The expected fraction of elements whose gradient is 0 must be the rate, or 0 if its kind is "noise"."""
+        """The expected fraction of zero gradients must be the rate (`kind="noise"`: 0; `kind="factor"`: any)."""
         drops = self._kind == "drop"
         rates = self._rates + [1.0] * (drops and not self._declared.open_end)
         low_precision = [(rates[0], torch.bfloat16)] * drops  # noise rounds to 0 there

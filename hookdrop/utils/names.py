@@ -42,6 +42,15 @@ def _segment_expression(segment: str) -> str:
     return re.sub(r"(?s)\[(!|(?!!))(.[^]]*)\]|.", translated, segment)
 
 
+def check_model(model: object) -> None:
+    """Raise `TypeError` if `model` is not a module."""
+    if not isinstance(model, nn.Module):
+        hint = "\n  for several models: for model in models: inject(model, ...)" * isinstance(
+            model, list | tuple | dict
+        )
+        raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.{hint}")
+
+
 # --- wrappers
 
 # The attribute that holds the wrapped module, by the wrapper's class. None of these is imported: if a module was not

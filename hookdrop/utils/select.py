@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from hookdrop.utils.errors import InjectionError, LayerError, nearest
-from hookdrop.utils.names import WRAPPER_ATTRIBUTES, glob_expression, wrapped_attribute
+from hookdrop.utils.names import WRAPPER_ATTRIBUTES, check_model, glob_expression, wrapped_attribute
 from hookdrop.utils.tables import counted, some
 from hookdrop.utils.torch_internals import children_of
 
@@ -59,8 +59,7 @@ def named_layers(model: nn.Module) -> list[Layer]:
             "a ScriptModule does not support Python hooks: train the module unscripted, and script it inside "
             "`with hookdrop.without_hooks(model):`."
         )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be a torch.nn.Module, got {type(model).__name__}.")
+    check_model(model)
     layers: dict[int, Layer] = {}
     # Depth first: the name and those with wrapper segments, module, ids of the modules around it, wrappers around it.
     stack: list[tuple[tuple[str, ...], nn.Module, tuple[int, ...], tuple[nn.Module, ...]]] = [(("",), model, (), ())]

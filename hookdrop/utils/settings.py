@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hookdrop.utils.errors import did_you_mean
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NamedArguments(ABCMeta):
@@ -17,12 +20,7 @@ class NamedArguments(ABCMeta):
     if not TYPE_CHECKING:
 
         def __call__(cls, *args, **kwargs):
-            try:
-                return super().__call__(*args, **kwargs)
-            except TypeError:
-                if found := unknown_argument(cls, args, kwargs):
-                    raise TypeError(found) from None
-                raise
+            return named_arguments(super().__call__, cls)(*args, **kwargs)
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -34,11 +32,38 @@ class NamedArguments(ABCMeta):
         return signature.replace(parameters=[*signature.parameters.values()][1:])
 
 
-def unknown_argument(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return what to say about an argument that the class does not have; empty if it has all of them."""
-    name, known = cls.__name__, inspect.signature(cls).parameters
+def named_arguments(make: F, of: Any = None) -> F:
+    """Decorate a function to do the same, or a class to do it in its public methods. Signatures stay as they are."""
+    if isinstance(make, type):
+        for name, one in [*vars(make).items()]:
+            if inspect.isfunction(one) and not name.startswith("_"):
+                setattr(make, name, named_arguments(one))
+        return make
+
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return make(*args, **kwargs)
+        except TypeError as error:
+            found = unknown_argument(of or make, args, kwargs)
+            if not found and error.__traceback__ and not error.__traceback__.tb_next:  # of the call itself
+                found = f"{error}.{signature_line((of or make).__name__, of or make)}"
+            if found:
+                raise TypeError(found) from None
+            raise
+
+    return cast(F, call)
+
+
+def unknown_argument(cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return what to say about an argument that a class or function does not have; empty if it has all of them."""
+    name, known = cls.__qualname__.removesuffix(".__init__").rpartition(".")[2], inspect.signature(cls).parameters
     unknown = next((str(one) for one in kwargs if one not in known), "")
-    if "__init__" not in vars(cls) and (unknown in inspect.get_annotations(cls) or (not known and (args or kwargs))):
+    for made in [one if isinstance(one, type) else type(one) for one in args if unknown]:
+        if isinstance(made, NamedArguments) and unknown in inspect.signature(made).parameters:
+            return f"{name} has no argument {unknown!r}, but {made.__name__} has: write {made.__name__}({unknown}=...)"
+    is_field = unknown in inspect.get_annotations(cls) or (not known and (args or kwargs))
+    if isinstance(cls, type) and "__init__" not in vars(cls) and is_field:
         return (
             f"{name} is no dataclass, so it does not take its fields as arguments.\n"
             f"  write: @dataclass(frozen=True, repr=False)\n         class {name}({cls.__mro__[1].__name__}): ..."
@@ -54,7 +79,8 @@ def unknown_argument(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def signature_line(name: str, make: Callable[..., Any]) -> str:
     """Return a message line with the signature of a class, without types."""
     signature = inspect.signature(make)
-    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    shown = [one for one in signature.parameters.values() if one.name != "self"]
+    bare = [one.replace(annotation=inspect.Parameter.empty) for one in shown]
     return f"\n  signature: {name}{signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)}"
 
 

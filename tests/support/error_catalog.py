@@ -176,6 +176,12 @@ inject(ResNet(), Dropout(p=0.1), layers="BatchNorm2d")
 inject(ResNet(), Dropout(p=0.1), layers=r"layer\d\.0")
 # no layers
 inject(ResNet(), Dropout(p=0.1))
+# a misspelled argument
+inject(ResNet(), Dropout(p=0.1), layer="fc")
+# an argument of the regularizer
+inject(ResNet(), DropBlock(p=0.1), layers="layer1.*", block_size=3)
+# a list of models
+inject([ResNet(), ResNet()], Dropout(p=0.1), layers="fc")
 # every layer is excluded
 inject(ResNet(), Dropout(p=0.1), layers="layer1.*", exclude="layer1.**")
 # a module of another model
@@ -251,6 +257,10 @@ run(language_model(), LayerDrop(p=0.1), torch.zeros(2, 4, 16), layers="layer")
 inject(ResNet(), DropPath(p=0.1), layers="layer1.*", example_input=torch.randn(2, 3, 16, 16))
 # a layer that already drops
 inject(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 8))
+# a rate of 1
+inject(ResNet(), Dropout2d(p=1), layers="layer1.*")
+# dropout on the predictions
+inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=IMAGES)
 # a rate that looks like keep_prob
 inject(ResNet(), DropBlock(p=0.9, block_size=3), layers="layer1.*")
 # an int for p
@@ -296,6 +306,9 @@ inject(ViT(), Dropout(p=0.1), layers="unused", example_input=IMAGES)
 inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(2, 4, 16, 16))
 # an example input without a batch axis, with its channels last
 inject(ResNet(), Dropout(p=0.1), layers="fc", example_input=torch.zeros(16, 16, 3))
+# an example input that is one argument of the model
+takes_dict = toy(lambda m, batch: m.fc(batch["wide"]), fc=nn.Linear(8, 3))
+inject(takes_dict, Dropout(p=0.1), layers="fc", example_input={"wide": torch.zeros(2, 8)})
 # an example input of another size
 inject(mlp(), Dropout(p=0.1), layers="0", example_input=torch.zeros(2, 9, 9))
 # a map without a batch axis

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from torch import nn
 
 import hookdrop
 from hookdrop import DropBlock, Dropout, InjectionSpec, LinearSchedule, Regularizer, TokenDropout, parse, recipes
@@ -91,6 +92,14 @@ def test_public_names_are_exported_and_sorted() -> None:
     assert set(REGULARIZERS) <= set(hookdrop.__all__)
 
 
+MODEL = nn.Sequential(nn.Linear(2, 2))
+
+
+def trainer_callback(**settings: Any) -> Any:
+    pytest.importorskip("transformers")
+    return hookdrop.integrations.transformers.InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers="0"), **settings)
+
+
 @pytest.mark.parametrize(
     ("call", "nearest"),
     [
@@ -102,6 +111,13 @@ def test_public_names_are_exported_and_sorted() -> None:
         (lambda: recipes.stochastic_depth(drop_path_rate=0.1), "'p'"),
         (lambda: InjectionSpec.from_dict({"layer": "0"}), "'layers'"),
         (lambda: parse("Dropout(drop_prob=0.1)"), "'p'"),
+        (lambda: hookdrop.inject(MODEL, Dropout(0.1), layer="0"), "'layers'"),
+        (lambda: hookdrop.plan(MODEL, Dropout(0.1), layers="0", example=1), "'example_input'"),
+        (lambda: hookdrop.layers(MODEL, example=1), "'example_input'"),
+        (lambda: InjectionSpec("Dropout(p=0.1)", layer="0"), "'layers'"),
+        (lambda: hookdrop.find(MODEL).predict(1, n_samples=3), "'samples'"),
+        (lambda: hookdrop.find(MODEL).sampling(rate=0.1), "'p'"),
+        (lambda: trainer_callback(logs=True), "'log'"),
     ],
 )
 def test_an_unknown_argument_names_the_nearest(call: Any, nearest: str) -> None:
@@ -110,6 +126,18 @@ def test_an_unknown_argument_names_the_nearest(call: Any, nearest: str) -> None:
     for other in (LinearSchedule, lambda: Dropout(0.1, 0.2)):  # an error of Python
         with pytest.raises(TypeError, match="positional argument"):
             other()
+
+
+def test_an_argument_of_the_regularizer_that_is_passed_to_inject() -> None:
+    for source in (Dropout, Dropout(0.1)):
+        with pytest.raises(TypeError, match=r"no argument 'p', but Dropout has: write Dropout\(p=...\)\nNo hook was"):
+            hookdrop.inject(MODEL, source, p=0.1, layers="0")
+
+
+def test_decorated_functions_keep_their_signatures() -> None:
+    assert [*inspect.signature(hookdrop.inject).parameters][:3] == ["model", "regularizer", "layers"]
+    assert inspect.signature(hookdrop.inject).parameters["layers"].default is None
+    assert [*inspect.signature(hookdrop.Injection.step).parameters] == ["self", "n"]
 
 
 @pytest.mark.parametrize("cls", [*REGULARIZERS.values(), *SCHEDULES.values(), InjectionSpec], ids=lambda c: c.__name__)

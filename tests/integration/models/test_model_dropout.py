@@ -178,7 +178,7 @@ DECODERS: dict[str, dict[str, Any]] = {"Gemma2": {"num_key_value_heads": 2, "hea
 
 class TestResidualDropout:
     @pytest.mark.parametrize("name", DECODERS)
-    @pytest.mark.filterwarnings("ignore:.*token_id")
+    @pytest.mark.filterwarnings("ignore:.*token_id", "ignore:the rate of:hookdrop.HookdropWarning")
     def test_rate_1_drops_exactly_what_a_layer_adds(self, name: str) -> None:
         config = getattr(transformers, f"{name}Config")(**SIZE, vocab_size=50, pad_token_id=0, **DECODERS[name])
         model = getattr(transformers, f"{name}Model")(config).train()

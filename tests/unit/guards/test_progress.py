@@ -14,7 +14,24 @@ import torch
 from torch import nn
 
 import hookdrop
-from hookdrop import DropBlock, Dropout, DropPath, HookdropWarning, Injection, LinearSchedule, ShapeError, inject, plan
+from hookdrop import (
+    Cutout,
+    DropBlock,
+    Dropout,
+    Dropout2d,
+    DropPath,
+    GaussianNoise,
+    HookdropWarning,
+    Injection,
+    LambdaSchedule,
+    LinearSchedule,
+    MixStyle,
+    ScaleActivationGrad,
+    ShapeError,
+    UniformNoise,
+    inject,
+    plan,
+)
 from hookdrop.guards import progress
 from hookdrop.guards.messages import MESSAGES
 from hookdrop.guards.plan import Planned
@@ -279,6 +296,70 @@ def test_rates_that_look_like_keep_prob_warn() -> None:
         assert warnings_of(other) == []
 
 
+IMAGES = torch.randn(4, 3, 16, 16)
+
+
+CNN = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("regularizer", "settings", "says"),
+    [
+        (Dropout2d(p=1), {"layers": "1"}, r"rate of 1 site reaches 1, .*: '1'.*p=0.01"),
+        (nn.Dropout(1.0), {"layers": "2", "schedule": LinearSchedule(9)}, "rate of 1 site reaches 1"),
+        (Dropout(0.5), {"layers": "[24]", "schedule": LinearSchedule(9, end=2.0)}, "rate of 2 sites reaches 1"),
+        (Dropout(0.5), {"layers": "5"}, r"Dropout at '5' drops what the model returns, .*layers='5', at=\"input\""),
+        (DropPath(0.5), {"layers": "5", "schedule": LinearSchedule(9)}, "DropPath at '5' drops what"),
+    ],
+)
+def test_p_of_1_and_dropout_on_the_output_warn_in_plan_inject_and_check(
+    regularizer: Any, settings: Any, says: str
+) -> None:
+    model = nn.Sequential(*CNN)
+    (planned,) = plan(model, regularizer, example_input=IMAGES, **settings).warnings
+    assert re.search(says, planned, re.DOTALL)
+    with pytest.warns(HookdropWarning) as caught:
+        drop = inject(model, regularizer, example_input=IMAGES, **settings)
+    assert [str(one.message) for one in caught] == drop.check() == [planned]
+    if "reaches" in says:
+        drop.target_p = 0.01
+        assert drop.check() == []
+    drop.remove()  # does not warn again
+
+
+def test_uses_of_a_rate_of_1_and_of_outputs_that_are_no_predictions_do_not_warn() -> None:
+    def warnings_of(parts: Any, regularizer: Any, layers: str, **settings: Any) -> list[str]:
+        return plan(nn.Sequential(*parts), regularizer, layers=layers, example_input=IMAGES, **settings).warnings
+
+    for one in (Cutout(3, p=1.0), MixStyle(1.0), DropPath(1.0), UniformNoise(1.0), ScaleActivationGrad(1.0)):
+        assert warnings_of(CNN, one, "0") == []
+    assert warnings_of(CNN, Dropout(1.0), "1", schedule=LambdaSchedule(tenth)) == []  # whose values are the rates
+    neck = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+    for backbone in (CNN[:3], CNN[:5], (nn.Linear(16, 8), nn.LayerNorm(8)), neck):
+        assert warnings_of(backbone, Dropout(0.1), "*") == []
+    assert warnings_of(CNN, GaussianNoise(), "5") == warnings_of(CNN, Dropout(0), "5") == []
+    assert all(warnings_of(CNN, Dropout(0.1), "5", at=at) == [] for at in ("input", "parameters"))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(16, 4), nn.LogSoftmax(-1)),
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Upsample(scale_factor=2), nn.Sigmoid()),
+        toy(lambda m, x: {"features": x, "logits": m.head(x) / 2.0}, head=nn.Linear(16, 4)),
+    ],
+)
+def test_what_functions_make_of_predictions_is_a_prediction(model: nn.Module) -> None:
+    name = next(iter(dict(model.named_children())))
+    for layers in dict(model.named_children()):
+        (found,) = plan(model, Dropout(0.1), layers=layers, example_input=IMAGES).warnings
+        assert f"the predictions of {name!r}" in found
+
+
+def tenth(step: int) -> float:
+    return 0.1
+
+
 SKIPS = toy(lambda m, x: x * (torch.rand(len(x), 1) > m.chance) if m.training else x, chance=0.1)  # whole samples
 
 
@@ -334,7 +415,7 @@ class TestShapes:
     def test_plan_warns_about_nhwc_maps_unless_channel_dim_is_given(self) -> None:
         drafted = plan(nhwc(), DropBlock(0.1, 3, channel_dim=-1), layers="*", example_input=X)
         assert ([site.reading for site in drafted.sites], drafted.warnings) == (["C=24 H=14 W=14", "C=24 H=7 W=7"], [])
-        for regularizer in (DropBlock(0.1, 3), hookdrop.Dropout2d(0.1)):
+        for regularizer in (DropBlock(0.1, 3), Dropout2d(0.1)):
             drafted = plan(nhwc(), regularizer, layers="*", example_input=X)
             assert [site.reading for site in drafted.sites] == ["C=14 H=14 W=24", "C=7 H=7 W=24"]
             (warning,) = drafted.warnings
@@ -360,7 +441,7 @@ class TestShapes:
 
 CLIPPED = hookdrop.ClipActivationGrad(1.0, per_sample=True)
 OF_ROWS = [DropPath(0.5), hookdrop.FeatureAlphaDropout(0.5), hookdrop.Masksembles(2, 1.5), CLIPPED]
-OF_ELEMENTS = [Dropout(0.5), DropPath(0.5, mode="batch"), hookdrop.GaussianNoise(0.1), hookdrop.ClipActivationGrad(1.0)]
+OF_ELEMENTS = [Dropout(0.5), DropPath(0.5, mode="batch"), GaussianNoise(0.1), hookdrop.ClipActivationGrad(1.0)]
 
 
 @pytest.mark.parametrize("regularizer", OF_ROWS + OF_ELEMENTS, ids=repr)

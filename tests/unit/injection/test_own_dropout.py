@@ -187,6 +187,7 @@ class TestSampling:
         with training(model[0]):
             assert torch.equal(evaluated(model), found)
 
+    @pytest.mark.filterwarnings("ignore:the rate of:hookdrop.HookdropWarning")
     def test_a_handle_on_hooks_and_own_dropout_samples_both(self) -> None:
         model = nn.Sequential(nn.Linear(8, 8), Block()).eval()
         inject(model, set_dropout(p=1.0), example_input=X)

@@ -157,6 +157,28 @@ class TestInput:
         for data in (batch, (batch["input_ids"], batch["labels"])):
             assert drop.predict(data, samples=2).mean.shape == (4, 3)
 
+    def test_loaders_of_inputs_and_targets_whose_inputs_are_a_dict_a_tuple_or_a_tensor(self) -> None:
+        """pytorch-forecasting's and widedeep's models take a dict as one argument; a collated tuple is a list."""
+        of_dict = toy(lambda m, x: m.fc(x["wide"]), fc=nn.Linear(8, 3))
+        of_two = toy(lambda m, a, b: m.fc(a + b), fc=nn.Linear(8, 3))
+        of_one = toy(lambda m, pair: m.fc(pair[0]), fc=nn.Linear(8, 3))
+        inputs = [
+            (of_dict, {"wide": X}),
+            (of_two, (X, X)),
+            (of_two, [X, X]),
+            (of_two, {"a": X, "b": X}),
+            (of_one, [X, X]),
+        ]
+        for model, given in inputs:
+            drop = inject(model, Dropout(0.5), layers="fc", on_existing="replace")
+            assert drop.predict([(given, 0)] * 2, samples=2).mean.shape == (8, 3)
+        called = drop.predict([([X, X], 0)], samples=2, call=lambda a, b: of_one((a, b))[:2])
+        assert called.mean.shape == (2, 3)
+        with pytest.raises(
+            TypeError, match=r"predict: .* does not take tuple(.|\n)*of a batch with targets: predict\(x\)"
+        ):
+            drop.predict((X, torch.zeros(4)))
+
     def test_tensors_in_a_list_are_moved_to_the_device_of_the_model(self) -> None:
         model = toy(lambda m, images: m.fc(images[0]), fc=nn.Linear(8, 3))
         elsewhere = SimpleNamespace(to=lambda device: X)

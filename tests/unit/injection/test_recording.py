@@ -79,6 +79,7 @@ class ConstantNoise(Constant):
     level = 0.5
 
 
+@pytest.mark.filterwarnings("ignore:the rate of:hookdrop.HookdropWarning")
 @pytest.mark.parametrize(
     ("regularizer", "dropped"),
     [

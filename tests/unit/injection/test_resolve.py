@@ -74,6 +74,34 @@ INVALID: dict[str, tuple[type[Exception], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("forward", "example", "says"),
+    [
+        (
+            lambda m, x: m.fc(x["a"]),
+            {"a": torch.ones(2, 3)},
+            r"is one argument of the model: pass example_input=\(x,\)",
+        ),
+        (lambda m, pair: m.fc(pair[0]), (torch.ones(2, 3),) * 2, r"pass example_input=\(x,\)"),
+        (lambda m, a, b: m.fc(a + b), [torch.ones(2, 3)] * 2, r"is several arguments: pass example_input=tuple\(x\)"),
+        (lambda m, x: m.fc(x), (torch.ones(2, 3), torch.ones(2)), r"is a batch with targets: pass x\[0\]"),
+        (lambda m, a, b=None: m.fc(a), (torch.ones(2, 2),), "on the model's device"),
+    ],
+)
+def test_an_example_of_one_argument_or_of_several(forward: Any, example: Any, says: str) -> None:
+    model = toy(forward, fc=nn.Linear(3, 3))
+    for source in (Dropout(0.1), recipes.set_dropout()):
+        with pytest.raises(InjectionError, match=says):
+            plan(model, source, layers="fc" if isinstance(source, Dropout) else None, example_input=example)
+
+
+def test_a_list_of_models_gets_the_loop(model: Small) -> None:
+    for models in ([model], {"a": model}):
+        for call in (lambda models: inject(models, Dropout(0.1), layers="fc"), find, layers):
+            with pytest.raises(TypeError, match="for several models: for model in models: inject"):
+                call(models)
+
+
 @pytest.mark.parametrize("case", INVALID)
 def test_invalid_arguments_raise_and_change_nothing(model: Small, case: str) -> None:
     error, changes = INVALID[case]

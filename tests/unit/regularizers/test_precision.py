@@ -211,6 +211,7 @@ def test_outputs_that_cannot_be_regularized_are_errors(value: torch.Tensor) -> N
     assert "'0'" in str(error.value) + "".join(getattr(error.value, "__notes__", []))
 
 
+@pytest.mark.filterwarnings("ignore:the rate of:hookdrop.HookdropWarning")
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU])
 def test_hidden_states_of_recurrent_networks_are_unchanged(cell: type[nn.RNNBase]) -> None:
     model = cell(4, 8, batch_first=True)

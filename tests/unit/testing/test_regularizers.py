@@ -161,6 +161,13 @@ def test_a_broken_regularizer_fails_the_check_of_what_is_broken(cls: type[Zeroin
     assert failed == [BROKEN[cls]]
 
 
+@pytest.mark.parametrize(("name", "fix"), [("p_means_p", 'kind="factor"'), ("memory_format_is_kept", "y.contiguous")])
+def test_the_error_says_how_to_fix_a_rate_of_another_meaning_and_a_lost_memory_format(name: str, fix: str) -> None:
+    lacking = next(cls for cls, check in BROKEN.items() if check == name)
+    with pytest.raises(AssertionError, match=fix):
+        dict(regularizer_checks(lacking(), TOKENS, COMPILED))[name]()
+
+
 @pytest.mark.parametrize("cls", SEVERAL, ids=lambda cls: cls.__name__)
 def test_a_regularizer_that_breaks_several_properties_fails_the_check_of_each(cls: type[Zeroing]) -> None:
     with pytest.raises(AssertionError, match=SEVERAL[cls]):

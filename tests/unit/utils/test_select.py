@@ -44,6 +44,8 @@ def model_output(**fields: Any) -> Any:
     return make
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:the rate of:hookdrop.HookdropWarning")  # p=1 shows what is dropped
+
 ONES, INTEGERS, SCALAR, ZEROS = torch.ones(3), torch.arange(3), torch.tensor(2.0), torch.zeros(3)
 TWO = 2 * ONES
 
