@@ -12,6 +12,7 @@ from torch import nn
 import hookdrop
 from hookdrop import ClipActivationGrad, Dropout, InjectionError, LayerError, LinearSchedule, find, inject, layers, plan
 from hookdrop.injection.verbs import place
+from hookdrop.recipes import set_dropout
 from tests.support.models import Small, toy
 from tests.support.training import UNCHANGED, halve, sgd
 
@@ -90,7 +91,7 @@ INVALID: dict[str, tuple[type[Exception], dict[str, Any]]] = {
 )
 def test_an_example_of_one_argument_or_of_several(forward: Any, example: Any, says: str) -> None:
     model = toy(forward, fc=nn.Linear(3, 3))
-    for source in (Dropout(0.1), recipes.set_dropout()):
+    for source in (Dropout(0.1), set_dropout()):
         with pytest.raises(InjectionError, match=says):
             plan(model, source, layers="fc" if isinstance(source, Dropout) else None, example_input=example)
 
