@@ -14,6 +14,7 @@ from hookdrop.hooks.call_context import refuse_layout
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState
+from hookdrop.regularizers import DropBlock
 from hookdrop.utils.names import module_at
 from hookdrop.utils.seeding import announce, find_rank_with_same_seed
 from hookdrop.utils.select import layers_by_name
@@ -175,6 +176,7 @@ def warn_about_shape(hook: SiteHook) -> None:
     """Warn about the last shape, once. Compiled graphs cannot raise warnings, so their shapes are checked in `step`."""
     hook.unsubscribe(check_first_shape)
     warn_each(hook.state, shape_warnings(hook))
+    hook.on_new_shape = warn_about_shape if isinstance(hook.regularizer, DropBlock) else None  # a map below a block
 
 
 def shape_warnings(hook: SiteHook) -> dict[str, str]:

@@ -206,7 +206,7 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
         return None  # a copy, validation or inference
     if module.training and counter.sampler is None:
         counter.sampler = hook.site
-    counter.notice_update(state)
+    counter.notice_update(state, samples=module.training)
     if module.training:
         warn_each(state, schedule_problems(state))
     elif live.root is not None and state.enabled and not live.contexts and counter.was_updated():

@@ -55,8 +55,9 @@ def _checkpoint_code() -> CodeType:
 
 def running_checkpoint() -> tuple[bool, Any]:
     """Return what changes where the forward of a checkpoint begins: whether it is a reentrant one, or its hooks."""
-    hooks = internals.saved_tensors_hooks and internals.saved_tensors_hooks(True)
-    hooked = hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    read = internals.saved_tensors_hooks
+    hooks: Any = read(True) if read else _is_called_by(lambda code: code is _checkpoint_code())
+    hooked = hooks is True or (hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint")
     return not torch.is_grad_enabled() and is_inside_autograd_function(), hooks if hooked else None
 
 

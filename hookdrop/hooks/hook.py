@@ -23,7 +23,7 @@ from hookdrop.hooks.checkpointing import (
     may_be_recomputed,
     rng_fingerprint,
 )
-from hookdrop.hooks.penalties import LossTerms, collect, collect_in_graph
+from hookdrop.hooks.penalties import LossTerms, collect, collect_in_graph, watch_calls
 from hookdrop.hooks.registry import CompanionHook, PlacedHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import REGULARIZERS, Penalty
@@ -70,6 +70,7 @@ class SiteHook(PlacedHook):
 
     own: tuple[str, ...] = ("called", "trained", "last_shape", "listeners", "train_rate", "eval_rate", "graph_break")
     """The attributes that copies do not inherit."""
+    on_new_shape: Callable[[SiteHook], None] | None = None  # called if a shape is not that of the call before
 
     def __init__(
         self,
@@ -273,6 +274,9 @@ class SiteHook(PlacedHook):
         return found
 
     def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+        if self.on_new_shape is not None and x.shape != self.last_shape:
+            self.last_shape = torch.Size(map(int, x.shape))
+            self.on_new_shape(self)
         if self.penalizes:
             collect(self, x, rate.value, context)
         observe = self.state.live.observe
@@ -327,6 +331,8 @@ class SiteHook(PlacedHook):
             self.handle = module.register_forward_hook(self)
         else:
             self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
+        if self.penalizes:
+            watch_calls(self, module)
 
     def accompany(self, register: Callable[..., Any], function: Any, *settings: Any, **flags: bool) -> CompanionHook:
         """Register a companion that calls `function(self, *settings, ...)`."""

@@ -1,8 +1,9 @@
 """The hook that regularizes parameters of a module, for the duration of one call.
 
-An attribute of the instance hides the parameter of the same name from the module's `forward`. So `_parameters`, and
-with it `state_dict`, `named_parameters()` and the optimizer, never change. A hook at the end of the call, which also
-runs after an error, removes the attribute.
+`nn.Module` finds an attribute that is a parameter in its dict `_parameters`. For a call, that dict is a copy whose
+lookups give the regularized values, while its items, and with it `state_dict`, `named_parameters()` and the optimizer,
+never change. A hook at the end of the call, which also runs after an error, puts the dict back. In compiled code,
+attributes of the instance hide the parameters instead.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from hookdrop.hooks.call_context import CallValue, has_ended
+from hookdrop.hooks.checkpointing import running_checkpoint
 from hookdrop.hooks.compiling import GraphBreak
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.registry import CompanionHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.errors import InjectionError, LayerError
@@ -112,26 +113,45 @@ def check_parameters(regularizer: Regularizer, module: nn.Module, which: TensorK
 def tied_elsewhere(root: nn.Module, sites: Mapping[str, nn.Module], which: TensorKey) -> list[str]:
     """Return a warning if a regularized parameter is also one of a layer that is not a site."""
     chosen = {id(getattr(sites[s], name)) for s in sites for name in select_parameters(sites[s], which, s)}
-    every = root.named_parameters(remove_duplicate=False)
-    others = [name for name, one in every if id(one) in chosen and name.rpartition(".")[0] not in sites]
+    every = [name for name, one in root.named_parameters(remove_duplicate=False) if id(one) in chosen]
+    others = [name for name in every if root.get_submodule(name.rpartition(".")[0]) not in sites.values()]
     return [f"{some(others)} shares a regularized weight, and stays as it is."] if others else []
 
 
-class _Hidden(NamedTuple):
-    """The attributes that a call has replaced."""
+class _Shown(dict[str, Any]):
+    """The parameters of a module during a call in eager code. Its lookups give what the code of the module reads."""
 
-    before: dict[str, Any]
-    """Their values before; None if the module had none."""
-    versions: dict[str, int]
-    """Those of the regularized parameters, in eager code and outside of inference mode."""
-    frame: FrameType | None
-    """What runs the module, in eager code."""
+    def __init__(self, parameters: dict[str, Any], values: dict[str, Any], hook: ParameterHook) -> None:
+        super().__init__(parameters)
+        self.read: dict[str, Any] = getattr(parameters, "read", {}) | values
+        self.versions = [(x, version_of(x)) for x in values.values() if not x.is_inference()]
+        self.hook = hook
+        self.frame: FrameType | None = None  # what runs the module
+        # Without gradients, nothing is recomputed; inside a reentrant checkpoint, its recompute gets here again.
+        self.checkpoint = running_checkpoint() if torch.is_grad_enabled() else None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.read or super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.read:
+            return super().__getitem__(name)
+        if self.checkpoint is not None and not is_compiling() and self.checkpoint != running_checkpoint():
+            raise InjectionError(
+                f"{self.hook.where}: a checkpoint inside the layer, or another autograd function, reads {name!r}. The "
+                "backward pass would read it again, without the regularizer.\n"
+                "  checkpoint the whole layer, or read the parameter before: weight = self.weight"
+            )
+        return self.read[name]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)  # a copy that is made during a call has the parameters
 
 
 class ParameterHook(SiteHook):
     """A forward pre-hook that regularizes parameters of the module until the call ends."""
 
-    own = (*SiteHook.own, "hidden", "is_copy")
+    own = (*SiteHook.own, "hidden")
 
     def __init__(
         self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState
@@ -143,13 +163,8 @@ class ParameterHook(SiteHook):
         super().__init__(site, regularizer, p_scale, tensor, state, "parameters")
 
     def _start(self) -> None:
-        self.hidden = CallValue()  # what the call in progress has replaced
-        self.is_copy = False
+        self.hidden = CallValue()  # the attributes that the call in progress has replaced; None if there was none
         super()._start()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.is_copy = True  # maybe of a module during a call, whose attributes still hide its parameters
 
     def place(self, module: nn.Module) -> None:
         self.names = select_parameters(module, self.tensor, self.site)
@@ -177,16 +192,16 @@ class ParameterHook(SiteHook):
                 "  compile a function that calls the model: torch.compile(lambda *args: model(*args))   or leave this "
                 "layer uncompiled: torch.compiler.disable"
             )
-        if self.hidden.stack and not has_ended(self.hidden.value.frame):
+        if self.hidden.stack and not has_ended(module._parameters.frame):  # type: ignore[attr-defined]
             raise InjectionError(
                 f"{self.where}: the layer calls itself, and the inner call would use weights that are regularized "
                 'already.\n  hook a layer inside it, or its output: at="output"'
             )
-        if self.hidden.stack or self.is_copy:
+        if self.hidden.stack:
             self.settle(module)
         super().__call__(module, args, *rest)
         if self.hidden.stack:
-            self.hidden.replace(self.hidden.value._replace(frame=frame))
+            module._parameters.frame = frame  # type: ignore[attr-defined]
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         changed: dict[str, Any] = {}
@@ -201,9 +216,9 @@ class ParameterHook(SiteHook):
 
     def _parameter(self, module: nn.Module, name: str) -> Tensor:
         replica = getattr(module, "_is_replica", False)  # DataParallel's have attributes instead of parameters
-        by_others = name in vars(module) and not any(
-            name in hook.hidden.value.before for hook in _hooks_on(module) if hook.hidden.stack
-        )
+        hidden = {key for hook in _hooks_on(module) for key in hook.hidden.value or ()}  # by this thread
+        shown = {"_parameters"} if isinstance(module._parameters, _Shown) else set()
+        by_others = not hidden.issuperset(shown | {name} & vars(module).keys())
         if not replica and (by_others or name not in module._parameters):
             raise InjectionError(
                 f"{self.where}: {name!r} is no longer a parameter (pruned, parametrized or in FSDP after inject?), or "
@@ -219,20 +234,19 @@ class ParameterHook(SiteHook):
         return x
 
     def _start_of(self, name: str, x: Tensor) -> Tensor:
-        if self.start[name].device != x.device:
-            self.start[name] = self.start[name].to(x.device)
+        self.start[name] = self.start[name].to(x.device)
         return self.start[name].to(x.dtype)
 
     def _hide(self, module: nn.Module, changed: dict[str, Any]) -> None:
-        attributes = vars(module)
+        attributes, hiding = vars(module), changed
+        if not is_compiling():
+            hiding = {"_parameters": _Shown(attributes["_parameters"], changed, self)}
         if "_flat_weights" in attributes:  # nn.LSTM and nn.GRU pass this list to the kernel
             names: Any = module._flat_weights_names
             weights = [changed.get(name, getattr(module, name)) for name in names]
-            changed |= {"_flat_weights": weights, "_flat_weight_refs": [weakref.ref(weight) for weight in weights]}
-        seen = [name for name in self.names if name in changed and not is_compiling()]
-        versions = {name: version_of(changed[name]) for name in seen if not changed[name].is_inference()}
-        self.hidden.start(_Hidden({name: attributes.get(name) for name in changed}, versions, None))
-        attributes.update(changed)
+            hiding = hiding | {"_flat_weights": weights, "_flat_weight_refs": [weakref.ref(x) for x in weights]}
+        self.hidden.start({name: attributes.pop(name, None) for name in changed | hiding})
+        attributes.update(hiding)
 
     @property
     def start_norm(self) -> float:
@@ -241,32 +255,26 @@ class ParameterHook(SiteHook):
 
     def restore(self, module: nn.Module, *_: Any) -> None:
         """Show the parameters again."""
-        hidden, attributes = self.hidden.end(), vars(module)
-        if hidden is None:
+        before, attributes = self.hidden.end(), vars(module)
+        if before is None:
             return
-        if any(version_of(attributes[name]) != version for name, version in hidden.versions.items()):
+        shown = attributes["_parameters"] if "_parameters" in before else None
+        if shown is not None and any(version_of(x) != version for x, version in shown.versions):
             self.state.warn_once(
                 "changed parameter",
                 f"{self.where}: the forward changed a regularized parameter in place (max_norm? clamp_?), which the "
                 "parameter itself does not see.\n  change it outside of the forward, or hook the output.",
             )
-        for name, value in hidden.before.items():
-            if value is None:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = value
+        if shown is not None:
+            before["_parameters"].update(shown)  # what the forward has set
+        for name in before:
+            attributes.pop(name, None)
+        attributes.update({name: value for name, value in before.items() if value is not None})
 
     def settle(self, module: nn.Module) -> None:
         for hook in reversed(_hooks_on(module)):
             while hook.hidden.stack:
                 hook.restore(module)
-        if self.is_copy:
-            self.is_copy = False
-            copied = [name for name in self.names if name in vars(module) and name in module._parameters]
-            for name in copied:
-                del vars(module)[name]
-            if copied and isinstance(module, nn.RNNBase):
-                module._init_flat_weights()
 
 
 def _hooks_on(module: nn.Module) -> list[ParameterHook]:
@@ -275,8 +283,4 @@ def _hooks_on(module: nn.Module) -> list[ParameterHook]:
 
 _BEGIN = GraphBreak(ParameterHook._begin, "hookdrop regularizes parameters of a layer that runs uncompiled.")
 # Inside a graph, these are part of it. Outside, compiling them alone would hide that the forward is compiled alone.
-when_compiler_is_imported(
-    lambda: skip_frames_of(
-        ParameterHook.__call__, ParameterHook.restore, CompanionHook.__call__, runs_compiled_code, CallValue.end
-    )
-)
+when_compiler_is_imported(lambda: skip_frames_of(ParameterHook.__call__, ParameterHook.restore, runs_compiled_code))

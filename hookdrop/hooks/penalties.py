@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,13 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.hooks import compiling
+from hookdrop.hooks.call_context import CallValue, has_ended
 from hookdrop.hooks.checkpointing import is_inside_reentrant_checkpoint, is_recomputing
+from hookdrop.hooks.registry import CompanionHook
 from hookdrop.utils.errors import InjectionError, ShapeError
+from hookdrop.utils.torch_internals import skip_frames_of, when_compiler_is_imported
 
 if TYPE_CHECKING:
     from hookdrop.hooks.hook import SiteHook
 
 MOST_UNREAD = 2**12  # how many terms are kept without an update of the weights: a cell may run at each time step
+
+
+class _Compiled:
+    """A term of compiled code and the one before. It would guard on the length of a list, and a sum joins graphs."""
+
+    def __init__(self, earlier: _Compiled | None, term: Tensor) -> None:
+        self.earlier, self.term = earlier, term
 
 
 class LossTerms:
@@ -29,15 +40,30 @@ class LossTerms:
     def __init__(self) -> None:
         self.unread_updates = 0  # how many updates of the weights came between forward and reading, since a reading
         self._updates = 0
+        self.watched: set[int] = set()  # the ids of the modules around the layers, while hooks are placed
+        self.calls = CallValue()  # those in progress: the frame, which ends earlier only by an error, and terms before
         self._clear()
 
     def _clear(self) -> None:
         self.terms: deque[Tensor] = deque(maxlen=MOST_UNREAD)
-        self.compiled: Tensor | None = None  # those of compiled code: a sum, because it guards on the length of a list
+        self.compiled: _Compiled | None = None
         self.superseded: list[Tensor] = []
 
     def _since_update(self) -> list[Tensor]:
-        return [*self.terms] if self.compiled is None else [*self.terms, self.compiled]
+        self.forget_failed()
+        found, last = [*self.terms], self.compiled
+        while last is not None:
+            found.insert(len(self.terms), last.term)
+            last = last.earlier
+        return found
+
+    def forget_failed(self) -> None:
+        """Forget the terms of calls that failed, such as for lack of memory: the next try adds them again."""
+        while self.calls.stack and has_ended(self.calls.value[0]):
+            _, last, compiled = self.calls.end()
+            while self.terms and self.terms[-1] is not last:
+                self.terms.pop()
+            self.compiled = self.compiled and compiled
 
     def add(self, term: Tensor) -> bool:
         """Keep a term. Returns whether there are too many, so that the oldest was dropped."""
@@ -72,6 +98,31 @@ def total(terms: list[Tensor], model: nn.Module) -> Tensor:
     return sum(moved[1:], start=moved[0])
 
 
+def watch_calls(hook: SiteHook, module: nn.Module) -> None:
+    """Watch the calls of all modules around a layer, any of which may be tried again after an error."""
+    root, terms = hook.state.live.root and hook.state.live.root(), _terms_of(hook)
+    for parent in root.modules() if root else ():
+        if parent is not module and id(parent) not in terms.watched and module in parent.modules():
+            terms.watched.add(id(parent))
+            hook.accompany(parent.register_forward_pre_hook, _watch_call, True)
+            hook.accompany(parent.register_forward_hook, _watch_call, False)
+
+
+def _watch_call(hook: SiteHook, begins: bool, *_: Any) -> None:
+    # A graph that fails adds no term. A recompute adds none, and a checkpoint ends it by an exception.
+    if torch.compiler.is_compiling() or is_recomputing():
+        return
+    terms = _terms_of(hook)
+    if begins:
+        terms.forget_failed()
+        terms.calls.start((sys._getframe(2), terms.terms[-1] if terms.terms else None, terms.compiled))
+    else:
+        terms.calls.end()
+
+
+when_compiler_is_imported(lambda: skip_frames_of(CompanionHook.__call__, CallValue.end, _watch_call))
+
+
 def collect(hook: SiteHook, x: Tensor, rate: float | None, context: Mapping[str, Any]) -> None:
     """Compute the loss term of a call, and keep it."""
     if not torch.is_grad_enabled():
@@ -94,8 +145,8 @@ def collect(hook: SiteHook, x: Tensor, rate: float | None, context: Mapping[str,
 def collect_in_graph(hook: SiteHook, x: Tensor, rate: Tensor | None, context: Mapping[str, Any]) -> None:
     """Like `collect`, for compiled code. An exported program has no loss."""
     if torch.is_grad_enabled() and not compiling.is_exporting():
-        term, terms = _loss_term(hook, x, rate, context), _terms_of(hook)
-        terms.compiled = term if terms.compiled is None else terms.compiled + term.to(terms.compiled.device)
+        terms = _terms_of(hook)
+        terms.compiled = _Compiled(terms.compiled, _loss_term(hook, x, rate, context))
 
 
 def _loss_term(hook: SiteHook, x: Tensor, rate: Any, context: Mapping[str, Any]) -> Tensor:

@@ -25,7 +25,6 @@ from hookdrop.hooks.call_context import CallValue, has_ended
 from hookdrop.hooks.checkpointing import running_checkpoint
 from hookdrop.hooks.compiling import GraphBreak
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.registry import CompanionHook
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.errors import InjectionError, ShapeError
@@ -208,7 +207,7 @@ _REASON = "DropKey sees the scores of a layer that runs uncompiled."
 _BEGIN, _STOP = GraphBreak(ScoreHook._begin, _REASON), GraphBreak(ScoreMode.stop, _REASON)
 _EAGER = GraphBreak(ScoreMode._call_in_eager, _REASON)
 # Inside a graph, these are part of it. Outside, compiling them alone would lose the frame of the call.
-when_compiler_is_imported(lambda: skip_frames_of(ScoreHook.__call__, ScoreHook.end_call, CompanionHook.__call__))
+when_compiler_is_imported(lambda: skip_frames_of(ScoreHook.__call__, ScoreHook.end_call))
 
 
 def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> Tensor:

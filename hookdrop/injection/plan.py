@@ -18,7 +18,6 @@ from hookdrop.schedules import Schedule
 from hookdrop.utils.errors import LayerError, ShapeError
 from hookdrop.utils.select import no_hooks, overrides_call
 from hookdrop.utils.tables import counted, html_table, shape_text, text_table
-from hookdrop.utils.tensor_tree import TensorKey
 
 if TYPE_CHECKING:
     from hookdrop.survey.facts import Survey
@@ -146,7 +145,7 @@ def inspect_forward(plan: Plan, example: Any) -> None:
         found = survey(plan.model, example)
     convs = (op.inputs for op in found.trace.ops if op.name in ("conv1d", "conv2d", "conv3d"))
     is_batched = all(len(x.shape) == len(weight.shape) for x, weight, *_ in convs)
-    seen = [_calls(found, site, plan.spec.tensor) for site in plan.sites]
+    seen = [_calls(plan, found, site) for site in plan.sites]
     shape_warnings: dict[str, list[str]] = {}
     for site, observed in zip(plan.sites, seen, strict=True):
         _inspect_site(site, observed, shape_warnings, is_batched)
@@ -181,12 +180,20 @@ def _check_samples(plan: Plan, site: PlannedSite, found: Survey) -> None:
         )
 
 
-def _calls(found: Survey, site: PlannedSite, tensor: TensorKey) -> LayerCalls:
+def _calls(plan: Plan, found: Survey, site: PlannedSite) -> LayerCalls:
     if site.at != "parameters":
-        return found.calls(site.name, site.at, tensor)
+        return found.calls(site.name, site.at, plan.spec.tensor)
     from hookdrop.hooks.parameter_hooks import select_parameters
 
-    shapes = [tuple(getattr(site.module, name).shape) for name in select_parameters(site.module, tensor, site.name)]
+    chosen = select_parameters(site.module, plan.spec.tensor, site.name)
+    own = {f"{site.name}.{name}".lstrip(".") for name in chosen if site.name in found.layers}
+    plan.warnings += [
+        f"{user} uses {name!r} outside of the calls of its layer, where it stays as it is.\n"
+        "  call the layer there, or hook what comes out of that use: at='output'"
+        for name, user in found.trace.elsewhere.items()
+        if name in own
+    ]
+    shapes = [tuple(getattr(site.module, name).shape) for name in chosen]
     seen = replace(found.calls(site.name), shapes=shapes, mismatch="", tensor_count=0)
     return replace(seen, resembles_input=False, predicts="")
 

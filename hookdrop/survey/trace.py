@@ -49,6 +49,7 @@ class Node:
         shape, dtype: those of the tensor.
         op: the operation that computed it; None for a leaf.
         leaf: `"input"`, `"weight"` (a parameter or a buffer) or `"constant"`; empty if an operation computed it.
+        names: the full names of a parameter: several if modules share it.
         is_data: whether it depends on the example, unlike weights, masks and positions.
         has_weights: whether it depends on parameters.
     """
@@ -59,6 +60,7 @@ class Node:
 
     def __init__(self, index: int, tensor: Tensor, op: Op | None = None, leaf: str = "") -> None:
         self.index, self.shape, self.dtype, self.op, self.leaf = index, tuple(tensor.shape), tensor.dtype, op, leaf
+        self.names: list[str] = []
         self.is_data = leaf == "input" or (op is not None and any(node.is_data for node in op.inputs))
         self.has_weights = op is not None and any(node.has_weights for node in op.inputs)
 
@@ -150,6 +152,8 @@ class Trace:
     """The tensors that the model returns."""
     modules: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
     """By full name, the class of each module and the shapes of the parameters that it holds itself."""
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    """The parameters that are used outside of all calls of modules that own them, and where."""
     lists: dict[str, list[str]] = field(default_factory=dict)
     """The modules in each `ModuleList`, `ModuleDict` and `Sequential`, by full name."""
 
@@ -313,6 +317,11 @@ class _Recorder(TorchFunctionMode):
                 self.trace.lists[layer.name] = [name for name in names if name in known]
         for tensor in (*model.parameters(), *model.buffers()):
             self.new(tensor, leaf="weight").has_weights = isinstance(tensor, nn.Parameter)
+        for layer in layers:
+            # A pre-hook may compute a weight from a parameter before the recorder sees the call.
+            if not layer.module._forward_pre_hooks:
+                for name, x in layer.module.named_parameters(layer.name, recurse=False, remove_duplicate=False):
+                    self.nodes[x].names.append(name)
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         arguments, parent = self.plain(bind_arguments(module, args, kwargs)), self.stack[-1] if self.stack else None
@@ -367,6 +376,11 @@ class _Recorder(TorchFunctionMode):
         if re.search("^new_|_like$|_as$", name):
             inputs = inputs[:1] if name.endswith("_as") else ()
         op = Op(next(self.clock), name, function, args, kwargs, inputs, self.stack[-1] if self.stack else None)
+        running = {call.name for call in self.stack}
+        for node in inputs:
+            if running.isdisjoint([name.rpartition(".")[0] for name in node.names]):
+                user = repr(op.call.name) if op.call and op.call.name else "the model itself"
+                self.trace.elsewhere |= dict.fromkeys(node.names, user)
         self.trace.ops.append(op)
         return op
 

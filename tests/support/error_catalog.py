@@ -232,6 +232,13 @@ inject(ViT(), DropKey(p=0.1), layers="blocks.0", at="input")
 # a checkpoint inside an attention layer
 recomputed = toy(lambda self, x: torch.utils.checkpoint.checkpoint(torch.softmax, x, -1, use_reentrant=False))
 hooked(nn.Sequential(recomputed), DropKey(p=0.1, calls=(True,)), "0")(torch.zeros(2, 3, 3, requires_grad=True))
+# a checkpoint inside a layer whose parameters are regularized
+layer = toy(lambda m, x: checkpoint(lambda x: x @ m.weight, x, use_reentrant=False), weight=nn.Parameter(torch.ones(3, 3)))
+inject(layer, Dropout(p=0.5), layers=layer, at="parameters")
+layer(torch.ones(2, 3))
+# a regularized parameter that is used outside of its layer
+model = toy(lambda m, x: m.embed(x) @ m.embed.weight.T, embed=nn.Embedding(8, 16))
+inject(model, Dropout(p=0.5), layers="embed", at="parameters", example_input=torch.arange(3))
 # an object given to a branch that runs on part of the batch
 model = hooked(language_model(), DropPath(p=0.5, mode="subset"), "layer")
 model.layer(torch.zeros(4, 8), settings=object())

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from hookdrop.guards.messages import MESSAGES
 from hookdrop.guards.plan import Planned
 from hookdrop.guards.problems import Comparison
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
+from hookdrop.hooks.updates import UpdateCounter
 from hookdrop.recipes import set_dropout
 from tests.support.models import Small, mlp, toy
 from tests.support.programs import ROOT
@@ -57,6 +59,22 @@ class TestSchedules:
             optimize(model, 2 * UPDATES_BEFORE_WARNING)
         assert len(caught) == 1
         assert "is still at step 0 of LinearSchedule(steps=10)" in str(caught[0].message)
+
+    def test_an_optimizer_that_writes_to_data_is_noticed_after_20_updates(self) -> None:
+        def step() -> None:  # as of fastai's optimizers
+            for weight in model.parameters():
+                weight.data.add_(weight.grad, alpha=-0.1)
+
+        (model, *_), foreign = training(10), mock.Mock(step=step)
+        train(model, torch.ones(2), 30)  # no update
+        optimize(model, UPDATES_BEFORE_WARNING, foreign)
+        with pytest.warns(HookdropWarning, match=r"still at step 0 of LinearSchedule\(steps=10\)") as caught:
+            optimize(model, UPDATES_BEFORE_WARNING, foreign)
+        assert len(caught) == 1
+        model, drop, _ = training()
+        drop.step()
+        with mock.patch.object(UpdateCounter, "_sample", side_effect=AssertionError):  # no cost for a driven schedule
+            optimize(model, 3, foreign)
 
     def test_gradient_accumulation_and_recurrent_calls_do_not_count_as_updates(self) -> None:
         train(training(10)[0], torch.ones(2), 1000)
@@ -430,6 +448,15 @@ class TestShapes:
                 inject(model, DropBlock(0.1, 3), layers="*", **settings)
                 train(model, X, 3)
             assert ["looks like NHWC" in str(one.message) for one in caught] == [True]
+
+    @pytest.mark.parametrize("settings", [{}, {"example_input": torch.zeros(2, 3, 5, 5)}])
+    def test_maps_that_become_smaller_than_the_block_warn_once(self, settings: dict[str, Any]) -> None:
+        model, sizes = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), [16, 7, 16, 5, 16, 4]
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            drop = inject(model, DropBlock(0.1, 6), layers="*", **settings)
+            _ = [model(torch.zeros(2, 3, size, size)) for size in sizes]
+        assert ["covers the whole 5x5 map" in str(one.message) for one in caught] == [True]
+        assert not drop.check()
 
     def test_plan_checks_every_call_of_a_layer(self) -> None:
         """The first of two maps that a head is called with is too small."""

@@ -3,17 +3,22 @@
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, prune, spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import Dropout, GaussianNoise, HookdropWarning, InjectionError, LayerError, Mixout, find, inject, plan
 from hookdrop.functional import mixout
 from hookdrop.recipes import neftune
+from hookdrop.utils import torch_internals
+from tests.support.models import toy
 from tests.support.training import seeded
 
 LAYERS = {
@@ -33,6 +38,10 @@ def placed(layer, regularizer=None, **settings):
 
 def first(output):
     return output[0] if isinstance(output, tuple) else output
+
+
+def shows_its_parameters(layer):
+    return type(layer._parameters) is dict and all(getattr(layer, name) is x for name, x in layer._parameters.items())
 
 
 @pytest.fixture
@@ -81,8 +90,7 @@ class TestLayers:
         assert all(parameters[name] is own[name] for name in own)
         torch.testing.assert_close(state, layer.state_dict(), rtol=0, atol=0)
         assert used is not own["weight"]
-        assert layer.weight is own["weight"]
-        assert "weight" not in vars(layer)
+        assert shows_its_parameters(layer)
 
 
 class TestContexts:
@@ -124,7 +132,7 @@ class TestContexts:
         inject(model, GaussianNoise(std=0.1), layers="0", at="parameters", on_existing="stack")
         with pytest.raises(error):
             model(x)
-        assert ("weight" in vars(layer)) == (error is KeyboardInterrupt)
+        assert shows_its_parameters(layer) == (error is ValueError)
         layer.fails = False
         if then == "remove":
             find(model).remove()
@@ -135,7 +143,7 @@ class TestContexts:
                 pass
         else:
             torch.testing.assert_close(model.eval()(x), nn.functional.linear(x, *layer.parameters()), rtol=0, atol=0)
-        assert "weight" not in vars(layer)
+        assert shows_its_parameters(layer)
 
     @pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
     @pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM])
@@ -150,7 +158,7 @@ class TestContexts:
         torch.testing.assert_close(first(copied.eval()(x)), expected, rtol=0, atol=0)
         find(copied).remove()
         drop.remove()
-        assert all(name not in vars(layer[0]) for layer in (model, copied) for name in layer[0]._parameters)
+        assert all(map(shows_its_parameters, (model[0], copied[0])))
 
     @pytest.mark.parametrize("layer", [nn.Linear(6, 6), nn.LSTM(6, 6)], ids=["Linear", "LSTM"])
     def test_samples_in_inference_mode_equal_those_without_gradients(self, layer, x):
@@ -166,7 +174,7 @@ class TestContexts:
         inject(model, GaussianNoise(std=0.1), layers="0", at="parameters", on_existing="stack")
         expected = seeded(nn.Sequential(GaussianNoise(std=0.1), Dropout(p=0.5)), linear.weight)
         torch.testing.assert_close(seeded(model, x), nn.functional.linear(x, expected, linear.bias), rtol=0, atol=0)
-        assert "weight" not in vars(linear)
+        assert shows_its_parameters(linear)
 
     def test_threads_that_call_one_layer_at_once_raise(self, x):
         """The other thread would compute with the weights of this call, and see them restored before its own end."""
@@ -208,6 +216,70 @@ class TestContexts:
         with pytest.raises(InjectionError):
             find(model).predict(x, samples=2, activation=None)
         assert drop.predict(x, samples=2, activation=None).samples == 2
+
+
+def body(layer, x, weight=None):
+    weight = layer.weight if weight is None else weight
+    return torch.tanh(x @ weight.T) @ weight
+
+
+def with_weight(forward):
+    return toy(forward, weight=nn.Parameter(torch.randn(6, 6)))
+
+
+class Function(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, layer, x: body(layer, x))  # as reversible networks, it runs the layer again
+
+
+MODES = {reentrant: partial(checkpoint, use_reentrant=reentrant) for reentrant in (False, True)}
+INSIDE = [
+    lambda layer, x: Function.apply(layer, x),
+    *(lambda layer, x, mode=mode: MODES[mode](body, layer, x) for mode in MODES),
+]
+BEFORE = [lambda layer, x, mode=mode: MODES[mode](body, layer, x, layer.weight) for mode in MODES]
+
+
+class TestCheckpointInsideTheLayer:
+    """Its recompute runs after the call, and would read the parameter as it is."""
+
+    @pytest.mark.parametrize("around", [None, *MODES.values()])
+    @pytest.mark.parametrize("forward", BEFORE + INSIDE)
+    def test_is_exact_or_refused(self, forward, around):
+        def gradients(forward, around=None):
+            torch.manual_seed(0)
+            model, x = nn.Sequential(with_weight(forward)), torch.randn(3, 6, requires_grad=True)
+            inject(model, Dropout(p=0.5), layers="0", at="parameters")
+            seeded(partial(around, model) if around else model, x).square().sum().backward()
+            assert shows_its_parameters(model[0])
+            return [model[0].weight.grad, x.grad]
+
+        if forward in BEFORE:
+            torch.testing.assert_close(gradients(forward, around), gradients(body), rtol=0, atol=0)
+        else:
+            with pytest.raises(InjectionError, match="a checkpoint inside the layer(.|\n)*weight = self.weight"):
+                gradients(forward, around)
+
+    @pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM])
+    def test_in_place_of_the_forward_is_refused(self, kind, x):
+        model, _ = placed(kind(6, 6), tensor="weight*")
+        model[0].forward = partial(MODES[False], model[0].forward)
+        with pytest.raises(InjectionError, match="another autograd function, reads 'weight"):
+            model(x)
+        assert shows_its_parameters(model[0])
+
+    @pytest.mark.parametrize("forward", INSIDE)
+    def test_before_pytorch_2_8_and_without_gradients(self, forward, x, monkeypatch):
+        monkeypatch.setattr(torch_internals, "saved_tensors_hooks", None)
+        model, drop = placed(with_weight(forward))
+        with pytest.raises(InjectionError, match="a checkpoint inside"):
+            model(x.requires_grad_())
+        assert drop.predict(x, samples=2, activation=None).samples == 2  # nothing is recomputed
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo, for any tensor that is not a leaf
+    def test_a_function_that_the_layer_compiles_reads_the_regularized_weight(self, x):
+        compiled = torch.compile(body, backend="eager", fullgraph=True)
+        model, _ = placed(with_weight(lambda layer, x: compiled(layer, x) - body(layer, x)))
+        assert all(model(x).allclose(torch.zeros(())) for _ in range(2))
 
 
 def quantized():
@@ -262,6 +334,26 @@ class TestRefusals:
         planned = plan(model, Dropout(p=0.5), layers="0", at="parameters", example_input=torch.arange(3))
         assert any("'1.weight'" in text for text in planned.warnings)
         assert planned.sites[0].shape == (5, 4)
+        shared = nn.Sequential(layer := nn.Linear(4, 4), layer)
+        assert not plan(shared, Dropout(p=0.5), layers="0", at="parameters").warnings
+
+    @pytest.mark.parametrize(
+        ("forward", "user"),
+        [
+            (lambda m, x: m.head(m.fc(x), m.fc.weight), "'head' uses 'fc.weight' outside of the calls of its layer"),
+            (lambda m, x: m.fc(x) @ m.fc.weight.T, "the model itself uses 'fc.weight' outside"),
+            (lambda m, x: m.fc(x) + nn.Linear.forward(m.fc, x), "the model itself uses 'fc.weight' outside"),
+            (lambda m, x: m.fc(x) * m.fc.weight.shape[0], ""),
+        ],
+    )
+    def test_weights_that_are_used_outside_of_the_call_of_their_layer(self, forward, user):
+        head, norm = toy(lambda m, x, weight: x @ weight.T), spectral_norm(nn.Linear(3, 3))
+        model = toy(lambda m, x: m.norm(forward(m, x)), fc=nn.Linear(3, 3), head=head, norm=norm)
+        settings = {"layers": nn.Linear, "at": "parameters", "tensor": "weight*", "example_input": torch.ones(1, 3)}
+        warnings = plan(model, Dropout(p=0.5), **settings).warnings
+        assert (user in warnings[0]) if user else not warnings
+        with pytest.warns(HookdropWarning, match="call the layer there") if user else nullcontext():
+            inject(model, Dropout(p=0.5), **settings)
 
     def test_a_layer_that_calls_itself(self, x):
         class Tree(nn.Linear):
@@ -271,7 +363,7 @@ class TestRefusals:
         model, _ = placed(Tree(6, 6))
         with pytest.raises(InjectionError):
             model(x)
-        assert "weight" not in vars(model[0])
+        assert shows_its_parameters(model[0])
 
     def test_a_function_that_works_in_place_leaves_the_parameter(self, linear, x):
         before = linear.weight.detach().clone()

@@ -1,5 +1,6 @@
 """Loss terms: the formula, its shapes and settings; collected in training forwards, read once, and never kept for long."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -179,24 +180,73 @@ class TestCopiesAndCheckpoints:
             checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)
 
 
-# --- unread terms
+# --- forwards that fail, and unread terms
 
 
-def train(model: nn.Module, steps: int, read: Callable[[], Tensor | float] = lambda: 0.0, **settings: Any) -> None:
+class Failing(nn.Module):
+    error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return x
+
+
+quiet = pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo, for a tensor that is not a leaf
+
+
+@quiet
+@pytest.mark.parametrize("compiled", ["", "0", "1", "whole"])
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("part", ["0.1", "1.1"])
+def test_a_forward_that_raised_adds_nothing(part: str, error: BaseException, compiled: str) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Failing()) for _ in range(2)))
+    drop = inject(model, ActivationPenalty(), layers="*.0")
+    run = torch.compile(model, backend="aot_eager") if compiled == "whole" else model
+    if compiled in ("0", "1"):
+        model[int(compiled)].compile(backend="aot_eager")
+    run(X)
+    expected = drop.penalty()
+    for forwards in (0, 1, 2):
+        model.get_submodule(part).error = error
+        with pytest.raises(type(error)):
+            run(X)
+        _ = [run(X) for _ in range(forwards)]
+        torch.testing.assert_close(drop.penalty(), forwards * expected)
+
+
+def test_an_error_that_the_model_handles_adds_nothing() -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            model.part(x)
+        return model.part(x).sum() + model.drop[0].penalty()  # which may be read inside
+
+    model = toy(forward, part=nn.Sequential(*net(), Failing()))
+    model.drop = [inject(model, ActivationPenalty(), layers=["part.0", "part.2"])]
+    model.part[4].error = RuntimeError("out of memory")
+    torch.testing.assert_close(model(X), model.part(X).sum() + of_layers(model.part))
+
+
+def train(model: nn.Module, steps: int, read: Any = lambda: 0.0, batches: int = 1, **settings: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, **settings)
     for _ in range(steps):
-        (model(X).square().mean() + read()).backward()
+        for _ in range(batches):
+            (model(X).square().mean() + read()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_penalty_that_is_not_read_for_20_updates_warns_once(fused: bool) -> None:
+@quiet
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("settings", [{"fused": False}, {"fused": True}, {"batches": 2}])
+def test_a_penalty_that_is_not_read_for_20_updates_warns_once(settings: dict[str, Any], compiles: bool) -> None:
     model, drop = penalized()
-    train(model, 19, fused=fused)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+    train(run, 19, **settings)
     assert not drop.check()
     with pytest.warns(HookdropWarning, match=r"updated 20 times, and nothing read(.|\n)*drop.penalty\(\)") as caught:
-        train(model, 30, fused=fused)
+        train(run, 30, **settings)
     assert len(caught) == 1
     assert "nothing read the loss terms" in "".join(drop.check())
 
