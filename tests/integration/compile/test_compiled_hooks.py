@@ -241,6 +241,7 @@ def test_a_checkpoint_inside_of_compiled_code_counts_once() -> None:
     expected = gradients_of(model, lambda: model(X).square().mean() + drop.penalty())
     broken = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(gradients_of(model, lambda: broken(X).square().mean() + drop.penalty()), expected)
+    torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="skip_fwd_side_effects_in_bwd_under_checkpoint = True"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(X)
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
