@@ -214,6 +214,7 @@ def test_a_forward_that_raised_adds_nothing(part: str, error: BaseException, com
             run(X)
         _ = [run(X) for _ in range(forwards)]
         torch.testing.assert_close(drop.penalty(), forwards * expected)
+    torch.compiler.reset()
 
 
 def test_an_error_that_the_model_handles_adds_nothing() -> None:
