@@ -55,7 +55,7 @@ def growing_axis(two: Trace, three: Trace, name: str, at: str) -> Samples | str:
     """Return the axis and the rows per sample of a layer's first tensor, or why they are unknown."""
     pairs = list(zip(two.calls_of.get(name, []), three.calls_of.get(name, []), strict=False))
     nodes = [[call.outputs if at == "output" else call.inputs for call in pair] for pair in pairs]
-    found = {_growing(_shape(a), _shape(b)) for a, b in nodes}
+    found = dict.fromkeys(_growing(_shape(a), _shape(b)) for a, b in nodes)
     known = [one for one in found if isinstance(one, Samples)]
     if len(known) < len(found) or not known:
         return next((one for one in found if isinstance(one, str)), "it is never called with the example")
