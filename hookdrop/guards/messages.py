@@ -39,7 +39,7 @@ MESSAGES = {
         "  p is a fraction: 1 percent is p=0.01, and keep_prob=1.0 drops nothing."
     ),
     "on_output": (
-        "{title} at {site!r} drops what the model returns, the predictions of {layer!r}.\n"
+        "{title} at {site!r} drops what the model returns, the predictions of {layer!r}{more}.\n"
         '  to drop the features that they are computed from: layers={layer!r}, at="input"'
     ),
     "high_rate": ("{title} at {site!r} drops {p:.0%}: did you mean keep_prob={p:g}?"),
@@ -52,7 +52,7 @@ MESSAGES = {
         "that of the unhooked model up to rounding, not bit for bit."
     ),
     "whole_block": (
-        "{title} at {site.name!r}: the output includes the input (a whole residual block?), so {title} also {does} the "
+        "{title} at {site!r}: the output includes the input (a whole residual block?), so {title} also {does} the "
         "skip connection: hook the last layer of the branch, such as attn, mlp or bn3.{more}"
     ),
     "never_called": (

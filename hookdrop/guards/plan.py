@@ -41,15 +41,15 @@ class Planned:
     @property
     def on_output(self) -> dict[str, Any]:
         """The regularizer drops a prediction that the model returns: see `find_predictions`."""
-        drops = [(site, seen.predicts) for site, seen in self._seen if seen.predicts and site.highest > 0.0]
-        return {"title": drops[0][0].regularizer.title, "site": drops[0][0].name, "layer": drops[0][1]} if drops else {}
+        return _first([(s, {"layer": seen.predicts}) for s, seen in self._seen if seen.predicts and s.highest > 0.0])
 
     @property
     def high_rate(self) -> dict[str, Any]:
         """DropBlock or DropPath at a rate from 0.8 to 0.95."""
-        kinds, (low, high_end) = DropBlock | DropPath, _KEEP_RATES
-        high = [s for s in self.sites if isinstance(s.regularizer, kinds) and low <= (s.p or 0.0) <= high_end]
-        return {"title": high[0].regularizer.title, "site": high[0].name, "p": high[0].p} if high else {}
+        kinds, (low, high) = DropBlock | DropPath, _KEEP_RATES
+        return _first(
+            [(s, {"p": s.p}) for s in self.sites if isinstance(s.regularizer, kinds) and low <= (s.p or 0.0) <= high]
+        )
 
     @property
     def nested(self) -> dict[str, Any]:
@@ -65,8 +65,7 @@ class Planned:
         if not chains:
             return {}
         longest = max(chains, key=len)
-        drops = [s for s in longest if getattr(getattr(type(s.regularizer), "rate", None), "kind", "") == "drop"]
-        kept = prod(1.0 - min(site.p or 0.0, 1.0) for site in drops)
+        kept = prod(1.0 - min(site.highest, 1.0) for site in longest)
         rate = f" (effective rate {1 - kept:.2g})" if kept < 1 else ""
         path = " > ".join(repr(site.name) for site in longest)
         return {"n": len(chains), "of": len(self.sites), "levels": len(longest), "rate": rate, "path": path}
@@ -81,13 +80,10 @@ class Planned:
     @property
     def whole_block(self) -> dict[str, Any]:
         """The output of the forward is close to the sum of the input and something else."""
-        kinds = DropPath | ShakeDrop
-        whole = [s for s, seen in self._seen if seen.resembles_input and isinstance(s.regularizer, kinds)]
-        if not whole:
-            return {}
-        more = f" (and {counted(len(whole) - 1, 'more site')} like it)" if len(whole) > 1 else ""
-        does = "drops" if drops_elements(whole[0].regularizer) else "perturbs"
-        return {"title": whole[0].regularizer.title, "site": whole[0], "does": does, "more": more}
+        whole = [
+            s for s, seen in self._seen if seen.resembles_input and isinstance(s.regularizer, DropPath | ShakeDrop)
+        ]
+        return _first([(s, {"does": "drops" if drops_elements(s.regularizer) else "perturbs"}) for s in whole])
 
     @property
     def never_called(self) -> list[str]:
@@ -110,15 +106,18 @@ class Planned:
     @property
     def already_drops(self) -> dict[str, Any]:
         """The layer, or one that gets its output, returns its input in eval mode and stores a number in (0, 1)."""
-        found: dict[str, tuple[Any, ...]] = {}
+        found: dict[str, tuple[Any, dict[str, Any]]] = {}
         for site, seen in self._seen:
             for name in seen.identities if site.at == "output" else ():
                 stored = vars(self.model.get_submodule(name)).items()
-                rate = next(((key, x) for key, x in stored if isinstance(x, float) and 0.0 < x < 1.0), None)
-                if rate is not None:
-                    found[site.name] = (site.regularizer.title, name, *rate)
-        if not found:
-            return {}
-        site, (title, other, key, rate) = next(iter(found.items()))
-        more = f" (and {counted(len(found) - 1, 'more site')} like it)" if len(found) > 1 else ""
-        return {"title": title, "site": site, "other": other, "key": key, "rate": rate, "more": more}
+                if rates := [(key, x) for key, x in stored if isinstance(x, float) and 0.0 < x < 1.0]:
+                    found[site.name] = site, {"other": name, "key": rates[0][0], "rate": rates[0][1]}
+        return _first([*found.values()])
+
+
+def _first(found: list[tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
+    """Return the first site for a message, with what was found there, and the number of those like it."""
+    more = f" (and {counted(len(found) - 1, 'more site')} like it)" if len(found) > 1 else ""
+    return (
+        {"title": found[0][0].regularizer.title, "site": found[0][0].name, "more": more} | found[0][1] if found else {}
+    )

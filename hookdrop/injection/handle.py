@@ -201,6 +201,10 @@ class Injection:
         units = list(self._units.values())
         return rates.current_rate(units[0]) if len(units) == 1 else None
 
+    @p.setter
+    def p(self, value: float) -> None:
+        raise AttributeError(f"p is the current rate.\n  to change it: drop.target_p = {value}")
+
     @property
     def keep_prob(self) -> float | None:
         """1 - p; None if p is not a drop probability (noise, `Cutout`) or is None."""

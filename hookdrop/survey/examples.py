@@ -83,7 +83,10 @@ _FIXES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "x.movedim(-1, 0)[None]": ("has its channels last and no batch axis", lambda x: x.movedim(-1, 0)[None]),
     "x[:, :1]": ("has more than the one channel that the model takes", lambda x: x[:, :1]),
     "x[:, :3]": ("has more than the 3 channels that the model takes", lambda x: x[:, :3]),
-    "x[:, :1].expand(-1, 3, -1, -1)": ("has less than 3 channels", lambda x: x[:, :1].expand(-1, 3, -1, -1)),
+    "x[:, :1].expand(-1, 3, -1, -1)": (
+        "does not have the 3 channels that the model takes",
+        lambda x: x[:, :1].expand(-1, 3, -1, -1),
+    ),
 }
 
 
