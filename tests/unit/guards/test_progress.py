@@ -15,24 +15,7 @@ import torch
 from torch import nn
 
 import hookdrop
-from hookdrop import (
-    Cutout,
-    DropBlock,
-    Dropout,
-    Dropout2d,
-    DropPath,
-    GaussianNoise,
-    HookdropWarning,
-    Injection,
-    LambdaSchedule,
-    LinearSchedule,
-    MixStyle,
-    ScaleActivationGrad,
-    ShapeError,
-    UniformNoise,
-    inject,
-    plan,
-)
+from hookdrop import DropBlock, Dropout, DropPath, HookdropWarning, Injection, LinearSchedule, ShapeError, inject, plan
 from hookdrop.guards import progress
 from hookdrop.guards.messages import MESSAGES
 from hookdrop.guards.plan import Planned
@@ -323,7 +306,7 @@ CNN = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
 @pytest.mark.parametrize(
     ("regularizer", "settings", "says"),
     [
-        (Dropout2d(p=1), {"layers": "1"}, r"rate of 1 site reaches 1, .*: '1'.*p=0.01"),
+        (hookdrop.Dropout2d(p=1), {"layers": "1"}, r"rate of 1 site reaches 1, .*: '1'.*p=0.01"),
         (nn.Dropout(1.0), {"layers": "2", "schedule": LinearSchedule(9)}, "rate of 1 site reaches 1"),
         (Dropout(0.5), {"layers": "[24]", "schedule": LinearSchedule(9, end=2.0)}, "rate of 2 sites reaches 1"),
         (Dropout(0.5), {"layers": "5"}, r"Dropout at '5' drops what the model returns, .*layers='5', at=\"input\""),
@@ -349,13 +332,21 @@ def test_uses_of_a_rate_of_1_and_of_outputs_that_are_no_predictions_do_not_warn(
     def warnings_of(parts: Any, regularizer: Any, layers: str, **settings: Any) -> list[str]:
         return plan(nn.Sequential(*parts), regularizer, layers=layers, example_input=IMAGES, **settings).warnings
 
-    for one in (Cutout(3, p=1.0), MixStyle(1.0), DropPath(1.0), UniformNoise(1.0), ScaleActivationGrad(1.0)):
+    for one in (
+        hookdrop.Cutout(3, p=1.0),
+        hookdrop.MixStyle(1.0),
+        DropPath(1.0),
+        hookdrop.UniformNoise(1.0),
+        hookdrop.ScaleActivationGrad(1.0),
+    ):
         assert warnings_of(CNN, one, "0") == []
-    assert warnings_of(CNN, Dropout(1.0), "1", schedule=LambdaSchedule(tenth)) == []  # whose values are the rates
+    assert (
+        warnings_of(CNN, Dropout(1.0), "1", schedule=hookdrop.LambdaSchedule(tenth)) == []
+    )  # whose values are the rates
     neck = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
     for backbone in (CNN[:3], CNN[:5], (nn.Linear(16, 8), nn.LayerNorm(8)), neck):
         assert warnings_of(backbone, Dropout(0.1), "*") == []
-    assert warnings_of(CNN, GaussianNoise(), "5") == warnings_of(CNN, Dropout(0), "5") == []
+    assert warnings_of(CNN, hookdrop.GaussianNoise(), "5") == warnings_of(CNN, Dropout(0), "5") == []
     assert all(warnings_of(CNN, Dropout(0.1), "5", at=at) == [] for at in ("input", "parameters"))
 
 
@@ -433,7 +424,7 @@ class TestShapes:
     def test_plan_warns_about_nhwc_maps_unless_channel_dim_is_given(self) -> None:
         drafted = plan(nhwc(), DropBlock(0.1, 3, channel_dim=-1), layers="*", example_input=X)
         assert ([site.reading for site in drafted.sites], drafted.warnings) == (["C=24 H=14 W=14", "C=24 H=7 W=7"], [])
-        for regularizer in (DropBlock(0.1, 3), Dropout2d(0.1)):
+        for regularizer in (DropBlock(0.1, 3), hookdrop.Dropout2d(0.1)):
             drafted = plan(nhwc(), regularizer, layers="*", example_input=X)
             assert [site.reading for site in drafted.sites] == ["C=14 H=14 W=24", "C=7 H=7 W=24"]
             (warning,) = drafted.warnings
@@ -468,7 +459,7 @@ class TestShapes:
 
 CLIPPED = hookdrop.ClipActivationGrad(1.0, per_sample=True)
 OF_ROWS = [DropPath(0.5), hookdrop.FeatureAlphaDropout(0.5), hookdrop.Masksembles(2, 1.5), CLIPPED]
-OF_ELEMENTS = [Dropout(0.5), DropPath(0.5, mode="batch"), GaussianNoise(0.1), hookdrop.ClipActivationGrad(1.0)]
+OF_ELEMENTS = [Dropout(0.5), DropPath(0.5, mode="batch"), hookdrop.GaussianNoise(0.1), hookdrop.ClipActivationGrad(1.0)]
 
 
 @pytest.mark.parametrize("regularizer", OF_ROWS + OF_ELEMENTS, ids=repr)

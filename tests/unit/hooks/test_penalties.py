@@ -180,9 +180,6 @@ class TestCopiesAndCheckpoints:
             checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)
 
 
-# --- forwards that fail, and unread terms
-
-
 class Failing(nn.Module):
     error: BaseException | None = None
 
@@ -391,9 +388,6 @@ class TestShapes:
         drop = inject(model, ActivationPenalty(slowness=0), layers="0")
         output, _ = model(packed)
         torch.testing.assert_close(drop.penalty(), 2 * output.data.pow(2).mean())
-
-
-# --- penalties of users
 
 
 class Sparsity(Penalty):

@@ -55,9 +55,9 @@ def of_a_configuration(m: Any, x: Tensor) -> Tensor:
     return x if m.training and torch.rand([]) < m.config.layerdrop else x + drops(m, x, m.config.dropout)
 
 
-def attention(m: Any, x: Tensor) -> Tensor:
+def attention(m: Any, x: Tensor, p: float | None = None) -> Tensor:
     q, k, v = m.qkv(x[None, None]).chunk(3, -1)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=m.p if m.training else 0.0)[0, 0]
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=(p or m.p) if m.training else 0.0)[0, 0]
 
 
 def checks_values(m: Any, x: Tensor) -> Tensor:
@@ -74,11 +74,6 @@ def counts(m: Any, x: Tensor) -> Tensor:
 def in_the_code(m: Any, x: Tensor) -> Tensor:
     """Twice at rates that are numbers in the code, as graph networks do."""
     return F.dropout(drops(m, x, 0.25), training=m.training)
-
-
-def literal_attention(m: Any, x: Tensor) -> Tensor:
-    q, k, v = m.qkv(x[None, None]).chunk(3, -1)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3 if m.training else 0.0)[0, 0]
 
 
 def attending() -> nn.Module:
@@ -101,7 +96,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "a test of values": lambda: nn.Sequential(toy_block(checks_values)),
     "the model itself": Block,
     "rates in the code": lambda: nn.Sequential(toy_block(in_the_code), toy(lambda m, x: F.dropout(x, 0.2, m.training))),
-    "fused attention with a rate in the code": lambda: nn.Sequential(toy(literal_attention, qkv=nn.Linear(8, 24))),
+    "fused attention with a rate in the code": lambda: nn.Sequential(
+        toy(lambda m, x: attention(m, x, 0.3), qkv=nn.Linear(8, 24))
+    ),
     "an LSTM": lambda: nn.LSTM(8, 8, 2, dropout=0.3),
     "multi-head attention": lambda: nn.TransformerEncoderLayer(8, 2, 8, dropout=0.3, batch_first=True),
 }

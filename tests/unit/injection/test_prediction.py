@@ -12,25 +12,8 @@ from torch import Tensor, nn
 from torch.special import entr
 from torch.utils.data import DataLoader, TensorDataset
 
-from hookdrop import (
-    DSU,
-    DropBlock,
-    Dropout,
-    DropPath,
-    Injection,
-    InjectionError,
-    LinearSchedule,
-    LockedDropout,
-    Masksembles,
-    Mixout,
-    MixStyle,
-    NEFTune,
-    Prediction,
-    Regularizer,
-    ShapeError,
-    find,
-    inject,
-)
+import hookdrop
+from hookdrop import Dropout, Injection, InjectionError, Masksembles, Prediction, find, inject
 from tests.support.models import Small, toy
 from tests.support.regularizers import FORWARD
 from tests.support.training import halve, seeded
@@ -83,7 +66,7 @@ class TestStatistics:
 
 class TestModel:
     def test_batch_norm_modes_and_weights_are_unchanged(self, model: Small, images: Tensor) -> None:
-        drop = inject(model, DropBlock(0.4, 3), layers="layer1.*")
+        drop = inject(model, hookdrop.DropBlock(0.4, 3), layers="layer1.*")
         model.train()
         frozen = model.layer2[0].eval()
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -107,7 +90,7 @@ class TestModel:
 
     def test_rate_without_effect_raises_before_the_loader_is_read_and_errors_restore_the_model(self) -> None:
         model, read = nn.Sequential(nn.Identity()), []
-        drop = inject(model, Dropout(0.4), layers="0", schedule=LinearSchedule(10))
+        drop = inject(model, Dropout(0.4), layers="0", schedule=hookdrop.LinearSchedule(10))
         with pytest.raises(InjectionError):
             drop.predict(read.append(x) or x for x in [X])
         assert read == []
@@ -215,7 +198,7 @@ class TestOutput:
             with pytest.raises(TypeError, match="out"):
                 self.predict(lambda x: {"out": x}, **settings)
         for function in (Tensor.sum, lambda x: x.argmax(-1)):  # without rows, or without floating-point numbers
-            with pytest.raises(ShapeError):
+            with pytest.raises(hookdrop.ShapeError):
                 self.predict(function)
 
     def test_prediction_prints_its_averages(self) -> None:
@@ -224,7 +207,7 @@ class TestOutput:
         assert "entropy" not in repr(self.predict(halve, activation=None))
 
 
-class FixedMasks(Regularizer):
+class FixedMasks(hookdrop.Regularizer):
     """As Masksembles: group i of n rows gets mask i."""
 
     rate, n, independent_samples = None, 4, 4
@@ -243,7 +226,7 @@ class TestFixedMasks:
         with pytest.raises(ValueError, match="samples=4"):
             predict(nn.Sequential(nn.Identity()), FixedMasks(), "0")
         model = nn.Sequential(nn.Identity(), nn.Identity())
-        drop = inject(model, {"0": FixedMasks(), "1": DropPath(0.5, mode="batch")})
+        drop = inject(model, {"0": FixedMasks(), "1": hookdrop.DropPath(0.5, mode="batch")})
         with pytest.raises(InjectionError, match="but another"):
             drop.predict(X, samples=8)
         with pytest.raises(InjectionError, match="but the arg"):
@@ -314,7 +297,7 @@ def test_generated_tokens_and_their_arguments() -> None:
 
 def test_rate_and_errors() -> None:
     model = nn.Sequential(nn.Identity())
-    drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
+    drop = inject(model, Dropout(0.5), layers="0", schedule=hookdrop.LinearSchedule(10))
     with pytest.raises(InjectionError, match="sampling at rate 0"):
         next(drop.samples(X))
     (all_dropped,) = drop.samples(X, 1, p=1.0)
@@ -390,7 +373,7 @@ def test_attention_masks_stay_with_their_rows() -> None:
     """NEFTune scales the noise by the length of each sequence, and adds none to its padding."""
     embeds = toy(lambda m, tokens, attention_mask: m.embedding(tokens), embedding=nn.Embedding(9, 4))
     tokens, mask = torch.randint(9, (3, 5)), torch.ones(3, 5).tril(2)
-    drop = inject(embeds, NEFTune(5, attention_mask=True), layers="embedding")
+    drop = inject(embeds, hookdrop.NEFTune(5, attention_mask=True), layers="embedding")
     found = outputs(drop, (tokens, mask))
     rows = [outputs(drop, (tokens[i : i + 1], mask[i : i + 1])) for i in range(3)]
     assert torch.equal(found, torch.cat(rows, 1))
@@ -399,14 +382,18 @@ def test_attention_masks_stay_with_their_rows() -> None:
 def test_one_input_at_a_time_may_have_any_layout() -> None:
     """Time steps first: a batch of one passes, others are refused, since axis 0 is not the batch."""
     tagger = toy(lambda m, x_NTC: m.lstm(x_NTC.transpose(0, 1))[0].transpose(0, 1), lstm=nn.LSTM(4, 6))
-    drop, x = inject(tagger, LockedDropout(0.5, 0), layers="lstm"), torch.randn(3, 7, 4)
-    with pytest.raises(ShapeError, match=r"'lstm' got \(7, 3, 6\): consistent=True needs one row (.|\n)*batch_size=1"):
+    drop, x = inject(tagger, hookdrop.LockedDropout(0.5, 0), layers="lstm"), torch.randn(3, 7, 4)
+    with pytest.raises(
+        hookdrop.ShapeError, match=r"'lstm' got \(7, 3, 6\): consistent=True needs one row (.|\n)*batch_size=1"
+    ):
         drop.predict(x, consistent=True)
     dropped = torch.cat([outputs(drop, row) for row in x.split(1)], 1) == 0
     assert torch.equal(dropped, dropped[:, :1, :1].expand_as(dropped))
 
 
-@pytest.mark.parametrize("regularizer", [MixStyle(0.5), DSU(0.5), DropPath(0.5, mode="subset")])
+@pytest.mark.parametrize(
+    "regularizer", [hookdrop.MixStyle(0.5), hookdrop.DSU(0.5), hookdrop.DropPath(0.5, mode="subset")]
+)
 def test_regularizers_that_need_several_samples_are_refused(regularizer: nn.Module) -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1))
     drop = inject(model, regularizer, layers="0")
@@ -445,7 +432,7 @@ def test_compiled_model_runs_uncompiled() -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("regularizer", [Dropout(0.3), Mixout(0.3)])
+@pytest.mark.parametrize("regularizer", [Dropout(0.3), hookdrop.Mixout(0.3)])
 def test_a_sample_has_the_same_regularized_weights_in_every_batch(regularizer: nn.Module) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(5, 8)
     drop = inject(model, regularizer, layers="0", at="parameters", tensor="weight")

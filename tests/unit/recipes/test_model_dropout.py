@@ -11,18 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookdrop import (
-    Dropout,
-    EarlySchedule,
-    HookdropWarning,
-    InjectionError,
-    InjectionSpec,
-    LayerError,
-    LinearSchedule,
-    find,
-    inject,
-    plan,
-)
+import hookdrop
+from hookdrop import HookdropWarning, InjectionError, LayerError, find, inject, plan
 from hookdrop.recipes import set_dropout
 from tests.support.models import toy
 
@@ -101,11 +91,8 @@ class TestPlan:
             toy(lambda m, x: F.dropout(x, m.rate, m.training), rate=0.1),
         )
         model = nn.Sequential(*parts, Always(0.5))
-        random = [
-            text
-            for text in plan(model.eval(), set_dropout(), example_input=torch.ones(64, 4)).warnings
-            if "in eval mode" in text
-        ]
+        warnings = plan(model.eval(), set_dropout(), example_input=torch.ones(64, 4)).warnings
+        random = [text for text in warnings if "in eval mode" in text]
         assert [re.findall(r"\('(.*)'\)", text) for text in random] == [["0"], ["2"]]
 
     def test_without_an_example_it_lists_modules_and_says_so(self) -> None:
@@ -115,7 +102,7 @@ class TestPlan:
 
     def test_injected_dropout_is_no_dropout_of_the_model(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
-        inject(model, Dropout(0.3), layers="0")
+        inject(model, hookdrop.Dropout(0.3), layers="0")
         found = plan(model, set_dropout(), example_input=X)
         assert [site.name for site in found.sites] == ["1"]
         assert found.warnings == []
@@ -177,12 +164,16 @@ class TestRates:
 
 class TestHandle:
     def test_schedule_step_disable_and_remove(self, model: Any) -> None:
-        with inject(model, set_dropout(), p_scale={"**": 0.5}, schedule=EarlySchedule(0.3), total_steps=10) as own:
+        with inject(
+            model, set_dropout(), p_scale={"**": 0.5}, schedule=hookdrop.EarlySchedule(0.3), total_steps=10
+        ) as own:
             assert rates(model) == [0.05, 0.1, 0.15]
             own.step(3)
             assert rates(model) == [0, 0, 0]
-        spec = InjectionSpec("set_dropout(p={'0': 0.6, '1.dropout': 0.4})", schedule="LinearSchedule(steps=10)")
-        drop = inject(model, InjectionSpec.from_dict(spec.to_dict()))
+        spec = hookdrop.InjectionSpec(
+            "set_dropout(p={'0': 0.6, '1.dropout': 0.4})", schedule="LinearSchedule(steps=10)"
+        )
+        drop = inject(model, hookdrop.InjectionSpec.from_dict(spec.to_dict()))
         for step in range(4):
             assert rates(model) == pytest.approx([0.06 * step, 0.04 * step, 0.3])
             drop.step()
@@ -194,7 +185,7 @@ class TestHandle:
         assert rates(model) == [0.1, 0.2, 0.3]
 
     def test_rate_that_something_else_changed_is_left_alone_with_a_warning(self, model: Any) -> None:
-        drop = inject(model, set_dropout(p=0.5), schedule=LinearSchedule(10))
+        drop = inject(model, set_dropout(p=0.5), schedule=hookdrop.LinearSchedule(10))
         drop.step(2)
         model[0].p = 0.7
         with pytest.warns(HookdropWarning, match="'0', which something else has changed"):
