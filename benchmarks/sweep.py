@@ -169,7 +169,7 @@ def collect(path: Path, sweep: Sweep, names: Sequence[str]) -> dict[str, Any]:
         "kernel": machine["kernel"],
         "totals": totals(found),
         **({"rules": {rule: _needing(rule, found) for rule in sweep.rules}} if sweep.rules else {}),
-        "models": found,
+        "models": [{key: value for key, value in one.items() if key != "traceback"} for one in found],
     }
 
 
