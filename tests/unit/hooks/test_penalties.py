@@ -241,6 +241,7 @@ def test_a_forward_that_raised_adds_nothing(part: str, error: BaseException, com
             run(X)
         _ = [run(X) for _ in range(forwards)]
         torch.testing.assert_close(drop.penalty(), forwards * expected)
+    torch.compiler.reset()
 
 
 def test_an_error_that_the_model_handles_adds_nothing() -> None:
@@ -276,6 +277,7 @@ def test_a_penalty_that_is_not_read_for_20_updates_warns_once(settings: dict[str
         train(run, 30, **settings)
     assert len(caught) == 1
     assert "nothing read the loss terms" in "".join(drop.check())
+    torch.compiler.reset()
 
 
 def test_unread_terms_of_earlier_updates_are_forgotten_so_that_a_late_reading_works() -> None:
