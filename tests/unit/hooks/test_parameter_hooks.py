@@ -280,6 +280,7 @@ class TestCheckpointInsideTheLayer:
         compiled = torch.compile(body, backend="eager", fullgraph=True)
         model, _ = placed(with_weight(lambda layer, x: compiled(layer, x) - body(layer, x)))
         assert all(model(x).allclose(torch.zeros(())) for _ in range(2))
+        torch.compiler.reset()
 
 
 def quantized():

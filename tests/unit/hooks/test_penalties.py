@@ -247,6 +247,7 @@ def test_a_penalty_that_is_not_read_for_20_updates_warns_once(settings: dict[str
         train(run, 30, **settings)
     assert len(caught) == 1
     assert "nothing read the loss terms" in "".join(drop.check())
+    torch.compiler.reset()
 
 
 def test_unread_terms_of_earlier_updates_are_forgotten_so_that_a_late_reading_works() -> None:
