@@ -347,8 +347,7 @@ class TestRatesInTheCode:
 
     def test_a_module_at_rate_0_needs_no_sampling(self) -> None:
         model = nn.Sequential(toy_block(counts), Block()).eval()
-        own = inject(model, set_dropout(), p_scale={"0": 0.0}, example_input=X)
-        with own.sampling():
+        with inject(model, set_dropout(), p_scale={"0": 0.0}, example_input=X).sampling():
             assert not torch.equal(evaluated(model), evaluated(model, seed=1))
 
 
@@ -380,8 +379,7 @@ class TestCheckpoints:
 
     def test_a_failed_backward_leaves_no_flag_behind(self) -> None:
         model = nn.Sequential(nn.Linear(8, 8), toy(lambda m, x: F.dropout(x, m.p, m.training), p=0.3)).eval()
-        own = inject(model, set_dropout(), example_input=X)
-        with own.sampling():
+        with inject(model, set_dropout(), example_input=X).sampling():
             hidden = model[0](X)
             hidden.register_hook(lambda grad: 1 / 0)
             with pytest.raises(ZeroDivisionError):

@@ -101,11 +101,6 @@ class Masked(nn.Module):
         return F.dropout(x, self.rate, self.training)
 
 
-def exact(net: Any, x: Tensor) -> Tensor:
-    """Fails at any other value of one of its numbers."""
-    return F.dropout(x, net.rate, net.training) * {0.25: 1.0}[net.scale]
-
-
 def rates(model: nn.Module, example: Any = X, **settings: Any) -> list[tuple[str, str]]:
     return [(rate.layer, rate.attribute) for rate in find_drop_rates(model, example, **settings).rates]
 
@@ -132,6 +127,9 @@ class TestForwards:
 
     @pytest.mark.parametrize("skipped", [False, True])
     def test_number_that_must_keep_its_value_hides_no_rate(self, skipped: bool, fake: bool) -> None:
+        def exact(net: Any, x: Tensor) -> Tensor:
+            return F.dropout(x, net.rate, net.training) * {0.25: 1.0}[net.scale]
+
         nets = [Masked(), *(toy(exact, rate=0.1 * i, scale=0.25) for i in range(5)), Masked(0.5)]
         found = find_drop_rates(nn.Sequential(*nets), X, fake=fake, skipped=skipped)
         wanted = [(str(i), "rate") for i in range(7)]
