@@ -68,8 +68,8 @@ class Effect:
 
     def row(self, name: str) -> tuple[str, str, str, str, int]:
         """Return the row of the table; a dash marks numbers that do not apply."""
-        if not self.calls:
-            return name, "-", "-", "-", 0
+        if not self.elements:
+            return name, "-", "-", "-", self.calls
         asked, dropped = f"{self.asked:.3f}" if self.asks else "-", f"{self.dropped:.3f}" if self.droppable else "-"
         return name, asked, dropped, "-" if math.isnan(self.magnitude_in) else f"{self.mean_ratio:.3f}", self.calls
 

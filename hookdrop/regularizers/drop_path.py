@@ -174,15 +174,19 @@ def layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool 
     """Return the `input` of a layer instead of its `output` with probability `p`, in [0, 1): see `LayerDrop`."""
     p = BELOW_1.argument(p, output, "layer_drop")
     if output.shape != input.shape:
-        raise ShapeError(
-            f"got an output {tuple(output.shape)} of an input {tuple(input.shape)}: only a layer that keeps the shape "
-            "can be skipped.\n  hook other layers, or drop residual branches: DropPath(p=...)"
-        )
+        raise ShapeError(_unlike(output.shape, input.shape))
     if not training or (not isinstance(p, Tensor) and p == 0.0):
         return output
     # A 0-d tensor, so that nothing waits for its value. The gradients of a skipped layer are zeros.
     dropped = rand((), torch.float32, output.device) < p
     return torch.where(dropped, input.to(output.dtype), output)
+
+
+def _unlike(output: Sequence[int], input: Sequence[int]) -> str:
+    return (
+        f"got an output {tuple(output)} of an input {tuple(input)}: only a layer that keeps the shape can be skipped.\n"
+        "  hook other layers, or drop residual branches: DropPath(p=...)"
+    )
 
 
 class LayerDrop(DropRegularizer):
@@ -203,7 +207,7 @@ class LayerDrop(DropRegularizer):
     Raises:
         LayerError: in `inject` with an example, if the layer is a residual branch, such as `mlp`, or has several
             residual streams.
-        ShapeError: in forward, if the layer changes the shape.
+        ShapeError: in `inject` with an example, otherwise in forward, if the layer changes the shape.
         InjectionError: in forward, if the layer fills a KV cache, or several arguments have the shape of the output.
 
     Example:
@@ -233,6 +237,10 @@ class LayerDrop(DropRegularizer):
                 f"LayerDrop at {name!r}: this is a residual branch. Skipped, it would add its input to the stream.\n"
                 "  hook the whole layer, or drop the branch: DropPath(p=...)"
             )
+        for call in survey.layers.get(name, ()):
+            shapes, output = [x.shape for x in call.inputs if x.fits], next((x for x in call.outputs if x.fits), None)
+            if shapes and output is not None and output.shape not in shapes:
+                raise ShapeError(f"LayerDrop at {name!r} {_unlike(output.shape, shapes[0])}")
         streams = survey.streams(name)
         if len(streams) > 1:
             raise LayerError(

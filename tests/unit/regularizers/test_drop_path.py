@@ -229,6 +229,8 @@ def test_the_first_tensor_of_the_output_is_replaced_by_the_input_which_may_be_a_
         LayerDrop(0.5)(torch.ones(2))
     with pytest.raises(ShapeError):
         layer_drop(torch.ones(2, 6), torch.ones(2, 4), 0.5)
+    with pytest.raises(ShapeError, match="LayerDrop at '0' got an output"):
+        plan(nn.Sequential(nn.Linear(4, 6)), LayerDrop(0.5), layers="0", example_input=torch.ones(2, 4))
 
 
 def test_gradients_of_a_skipped_layer_are_zero_not_missing() -> None:
