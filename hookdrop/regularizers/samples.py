@@ -41,7 +41,7 @@ class SampleRows:
         times, features = x.shape[self.axis] // max(len(values), 1), values.shape[1:]
         by_row = values.repeat(times, *[1] * len(features)) if self.interleaved else values.repeat_interleave(times, 0)
         shape = [1] * (x.dim() - len(features))
-        shape[self.axis] = -1
+        shape[self.axis % x.dim()] = -1
         return by_row.view(*shape, *features)
 
 

@@ -402,8 +402,9 @@ class TestSamples:
             (SampleRows(0, False, 4), lambda y: y.unflatten(0, (4, 6))),
             (SampleRows(0, True, 4), lambda y: y.unflatten(0, (6, 4)).transpose(0, 1)),
             (SampleRows(1), lambda y: y.transpose(0, 1)),
+            (SampleRows(-2), lambda y: y.transpose(0, 1)),
         ],
-        ids=["consecutive", "interleaved", "axis 1"],
+        ids=["consecutive", "interleaved", "axis 1", "axis -2"],
     )
     def test_each_has_one_draw(self, rows: SampleRows, by_sample: Any, cls: Any) -> None:
         drop = cls(0.5, samples=("" if rows.count else None, rows.axis, rows.interleaved))
