@@ -234,7 +234,8 @@ class ParameterHook(SiteHook):
         return x
 
     def _start_of(self, name: str, x: Tensor) -> Tensor:
-        self.start[name] = self.start[name].to(x.device)
+        if self.start[name].device != x.device:
+            self.start[name] = self.start[name].to(x.device)
         return self.start[name].to(x.dtype)
 
     def _hide(self, module: nn.Module, changed: dict[str, Any]) -> None:
@@ -245,7 +246,9 @@ class ParameterHook(SiteHook):
             names: Any = module._flat_weights_names
             weights = [changed.get(name, getattr(module, name)) for name in names]
             hiding = hiding | {"_flat_weights": weights, "_flat_weight_refs": [weakref.ref(x) for x in weights]}
-        self.hidden.start({name: attributes.pop(name, None) for name in changed | hiding})
+        self.hidden.start({name: attributes.get(name) for name in changed | hiding})
+        for name in changed.keys() - hiding.keys():
+            attributes.pop(name, None)
         attributes.update(hiding)
 
     @property
@@ -267,9 +270,11 @@ class ParameterHook(SiteHook):
             )
         if shown is not None:
             before["_parameters"].update(shown)  # what the forward has set
-        for name in before:
-            attributes.pop(name, None)
-        attributes.update({name: value for name, value in before.items() if value is not None})
+        for name, value in before.items():  # in place: compiled code guards on the order of attributes
+            if value is None:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = value
 
     def settle(self, module: nn.Module) -> None:
         for hook in reversed(_hooks_on(module)):

@@ -173,8 +173,7 @@ class DropPath(DropRegularizer):
 def layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
     """Return the `input` of a layer instead of its `output` with probability `p`, in [0, 1): see `LayerDrop`."""
     p = BELOW_1.argument(p, output, "layer_drop")
-    if output.shape != input.shape:
-        raise ShapeError(_unlike(output.shape, input.shape))
+    _require_shape(output.shape, [tuple(input.shape)])
     if not training or (not isinstance(p, Tensor) and p == 0.0):
         return output
     # A 0-d tensor, so that nothing waits for its value. The gradients of a skipped layer are zeros.
@@ -182,11 +181,12 @@ def layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool 
     return torch.where(dropped, input.to(output.dtype), output)
 
 
-def _unlike(output: Sequence[int], input: Sequence[int]) -> str:
-    return (
-        f"got an output {tuple(output)} of an input {tuple(input)}: only a layer that keeps the shape can be skipped.\n"
-        "  hook other layers, or drop residual branches: DropPath(p=...)"
-    )
+def _require_shape(output: Sequence[int], inputs: Sequence[Sequence[int]], where: str = "") -> None:
+    if tuple(output) not in inputs:
+        raise ShapeError(
+            f"{where}got an output {tuple(output)} of an input {inputs[0]}: only a layer that keeps the shape can be "
+            "skipped.\n  hook other layers, or drop residual branches: DropPath(p=...)"
+        )
 
 
 class LayerDrop(DropRegularizer):
@@ -238,9 +238,9 @@ class LayerDrop(DropRegularizer):
                 "  hook the whole layer, or drop the branch: DropPath(p=...)"
             )
         for call in survey.layers.get(name, ()):
-            shapes, output = [x.shape for x in call.inputs if x.fits], next((x for x in call.outputs if x.fits), None)
-            if shapes and output is not None and output.shape not in shapes:
-                raise ShapeError(f"LayerDrop at {name!r} {_unlike(output.shape, shapes[0])}")
+            inputs, outputs = ([x.shape for x in nodes if x.fits] for nodes in (call.inputs, call.outputs))
+            if inputs and outputs:
+                _require_shape(outputs[0], inputs, f"LayerDrop at {name!r} ")
         streams = survey.streams(name)
         if len(streams) > 1:
             raise LayerError(

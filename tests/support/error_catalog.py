@@ -651,6 +651,12 @@ class Head(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(x, 0.5, self.training)
 inject(nn.Sequential(nn.Dropout(0.1), Head()), recipes.set_dropout(p=0.2), example_input=torch.ones(2))
+# a draw that no rate switches off
+draws = toy(lambda m, x: x * torch.rand(2) if m.training else x)
+inject(nn.Sequential(nn.Dropout(0.1), draws), recipes.set_dropout(), example_input=torch.ones(2))
+# dropout in eval mode
+always = toy(lambda m, x: nn.functional.dropout(x))
+inject(nn.Sequential(nn.Dropout(0.1), always), recipes.set_dropout(), example_input=torch.ones(2))
 # set_dropout with a schedule beyond 1
 model, schedule = nn.Sequential(nn.Dropout(0.1)), LinearSchedule(steps=10, end=2.0)
 inject(model, recipes.set_dropout(p=0.6), schedule=schedule, example_input=torch.ones(2))

@@ -100,6 +100,7 @@ def test_rates_are_right_in_code_from_the_cache_of_inductor() -> None:
     assert any("cache_hit" in name for part in ("aot_autograd", "inductor") for name in counters[part])
 
 
+@pytest.mark.filterwarnings("ignore:the rate of:hookdrop.HookdropWarning")
 @pytest.mark.parametrize(
     ("p", "dtype"), [(1.0, torch.float16), (1e-4, torch.bfloat16), (1e-4, torch.float16), (0.999, torch.bfloat16)]
 )

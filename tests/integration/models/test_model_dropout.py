@@ -135,6 +135,7 @@ class TestSampling:
         assert found.mean.shape == (2, 5)
         assert bool((found.variance > 0).any())
 
+    @pytest.mark.filterwarnings("ignore")  # of flex attention that is not compiled
     def test_attention_that_takes_no_dropout_is_refused_with_the_reason(self) -> None:
         model = llama("Model", attention_dropout=0.1, attn_implementation="flex_attention").eval()
         with pytest.raises(LayerError, match="functional dropout"):

@@ -38,6 +38,9 @@ def rewritten(block: nn.Module, forward: Callable[[Tensor], Tensor]) -> nn.Modul
     return other
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:the rate of 1 site reaches 1:hookdrop.HookdropWarning")
+
+
 @pytest.fixture
 def model() -> nn.Module:
     return timm.create_model("resnet18", num_classes=5, channels=(8, 8, 8, 16), stem_width=8).train()
