@@ -127,10 +127,13 @@ class Injection:
         """All that has a rate by its unit, including sinks outside the handle's part of the model."""
         return rates.rates_by_unit([sink for state in self._states for sink in state.live.members])
 
-    def _require_sinks(self, what: str) -> list[RateSink]:
+    def _require_any(self, what: str) -> None:
         self._check_not_removed(what)
         if not self._states:
             raise InjectionError(f"{what}: there is no injection here.")
+
+    def _require_sinks(self, what: str) -> list[RateSink]:
+        self._require_any(what)
         return self._sinks
 
     def _require_model(self) -> nn.Module:
@@ -259,7 +262,7 @@ class Injection:
 
     def seek(self, step: int) -> None:
         """Set the number of optimizer steps taken. Idempotent, for trainers and for resuming."""
-        self._require_sinks("seek()")
+        self._require_any("seek()")
         step = count(step, "step", "seek", 0)
         self._move(lambda state: step)
         for state in self._states:
@@ -303,7 +306,7 @@ class Injection:
             # If the modules no longer exist, the optimizer must stop counting. The model may be a deleted wrapper.
             if state.live.follower is not None and not any(sink.is_attached for sink in state.live.members):
                 state.live.follower.release()
-        self._require_sinks("step()")
+        self._require_any("step()")
         self._move(lambda state: state.step_count + n)
 
     def _move(self, step_of: Callable[[InjectionState], int]) -> None:
