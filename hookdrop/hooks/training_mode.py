@@ -27,7 +27,7 @@ class TrainingMode:
 
     Args:
         module: the module.
-        rate: returns what makes contexts in which the rate is the one of now.
+        rate: returns a function that makes contexts with the present rate.
     """
 
     active: ClassVar[set[TrainingMode]] = set()

@@ -117,7 +117,7 @@ class DropoutSink:
             self.training_modes = []
 
     def _current_rate(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return what makes contexts in which the rate is the one that it is now."""
+        """Return a function that makes contexts with the present rate, to use later."""
         return nullcontext
 
     def valid_target(self, value: object) -> float:

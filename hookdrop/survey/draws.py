@@ -74,7 +74,7 @@ def find_draws(
 
 
 class _Run:
-    """One forward, in which each line of code draws from a seed of its own."""
+    """One forward in which each line of code has its own seed."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class _Seeds(TorchFunctionMode):
 
 
 def _total(value: Any) -> float:
-    """Return the sum of all numbers, each with a weight of its own, so that a mask with other places has another."""
+    """Return a weighted sum of all numbers. The weights differ, so that masks with different places differ too."""
     dense = (x.detach() for x in tensors(value) if x.layout == torch.strided and not x.is_complex())
     flat = (x.double().nan_to_num().flatten() for x in dense)
     return sum(float(x @ torch.linspace(1, 2, len(x), dtype=x.dtype, device=x.device)) for x in flat)

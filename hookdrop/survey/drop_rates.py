@@ -1,9 +1,9 @@
 """Find the dropout that a model already has: the attributes that its random drops read their rates from.
 
-For one forward in training mode, each number in [0, 1] that the model stores gets a value of its own, almost the same.
-The value that arrives at a random drop (`F.dropout`, attention, `bernoulli_`, a comparison with `torch.rand`) then
-shows which attribute it came from, under any name and through any call. A 0 stays 0, and is known by its identity: a
-model may not have the parts that another number switches on.
+For one forward in training mode, each number in [0, 1) that the model stores changes by a tiny amount, a different one
+for each. The value that arrives at a random drop (`F.dropout`, attention, `bernoulli_`, a comparison with
+`torch.rand`) then shows which attribute it came from, under any name and through any call. A 0 stays 0, and is known by
+its identity: a model may not have the parts that another number switches on.
 """
 
 from __future__ import annotations
