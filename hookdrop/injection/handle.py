@@ -379,7 +379,6 @@ class Injection:
         p: float | None = None,
         activation: str | None = "softmax",
         output: Callable[[Any], Tensor] | None = None,
-        consistent: bool = False,
         call: Callable[..., Any] | None = None,
     ) -> Prediction:
         """Sample predictions inside `sampling()`, and return their mean, variance, entropy and mutual information.
@@ -400,16 +399,13 @@ class Injection:
                 `"sigmoid"` for binary and multi-label logits, None for regression.
             output: picks the tensor from what the model returns; None takes a tensor, or the `logits` of transformers'
                 outputs. It can also move the class axis.
-            consistent: whether sample s applies the same function to every row of every batch, so that the predictions
-                of the tiles of an image fit together: the mask of a site depends only on s, `torch.initial_seed()`, the
-                number of the call and the shape of a row. Samples then do not use the global RNG.
             call: what to call in place of the model, such as `lambda pair: model(*pair)`.
 
         Returns:
             A `Prediction`, whose tensors are concatenated over the batches, on the CPU.
 
         Raises:
-            InjectionError: the rate has no effect, the injection edits only gradients, or `consistent` is not possible.
+            InjectionError: the rate has no effect, or the injection edits only gradients.
             ValueError, TypeError, ShapeError: an argument, the input or the output is invalid, or the loader is empty.
 
         Example:
@@ -426,13 +422,9 @@ class Injection:
         from hookdrop.injection.prediction import predict
 
         sinks = self._require_sinks("predict()")
-        return predict(
-            self._require_model(), sinks, self.sampling(p), data, samples, activation, output, consistent, call
-        )
+        return predict(self._require_model(), sinks, self.sampling(p), data, samples, activation, output, call)
 
-    def samples(
-        self, batch: Any, n: int = 30, *, p: float | None = None, consistent: bool = False, call: Any = None
-    ) -> Iterator[Any]:
+    def samples(self, batch: Any, n: int = 30, *, p: float | None = None, call: Any = None) -> Iterator[Any]:
         """Sample as `predict` does, and yield what the model returns: detections, tokens, dicts.
 
         Each forward runs when the loop asks for it. Between them, modes and hooks are as before.
@@ -440,13 +432,13 @@ class Injection:
         Args:
             batch: as for `predict`, or another single argument, such as a detector's list of images; no loader.
             n: number of samples.
-            p, consistent: as for `predict`.
+            p: as for `predict`.
             call: what to call in place of the model, such as `model.generate`.
         """
         from hookdrop.injection.prediction import samples
 
-        sinks = self._require_sinks("samples()")
-        return samples(self._require_model(), sinks, partial(self.sampling, p), batch, n, consistent, call)
+        self._require_sinks("samples()")
+        return samples(self._require_model(), partial(self.sampling, p), batch, n, call)
 
     # --- the loss
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from hookdrop.utils.errors import InjectionError, ShapeError, warn
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tensor_tree import describe, map_leaves
 from hookdrop.utils.validation import count, one_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # --- statistics
 
@@ -48,16 +45,6 @@ class Prediction:
     from the model (BALD). It has the shape of `entropy`."""
     samples: int
     """The number of samples."""
-
-    def plot(self, rows: int = 8, figure: Any = None) -> Figure:
-        """Draw the mean and the spread of the `rows` most uncertain rows; of single numbers, of all rows.
-
-        Maps of classes are shown as their most probable class, other maps as the mean of their channels.
-        """
-        from hookdrop.injection.figures import prediction_figure  # only a figure needs it
-
-        rows = count(rows, "rows", "plot")
-        return prediction_figure(self.mean, self.variance.sqrt(), self.mutual_information, rows, figure)
 
     def __repr__(self) -> str:
         averages = {"std": self.variance.sqrt(), "entropy": self.entropy, "mutual information": self.mutual_information}
@@ -146,21 +133,16 @@ class Inputs:
         """Apply `change` to each argument."""
         return Inputs(tuple(map(change, self.args)), {name: change(value) for name, value in self.kwargs.items()})
 
-    def rows(self, why: str) -> int:
-        """Return the number of rows that all tensors have."""
-        sizes = {x.shape[:1] for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)}
-        if len(sizes) != 1 or () in sizes:
-            raise InjectionError(
-                f"predict: {why}, but the arguments are not tensors with the same number of rows.\n"
-                "  pass tensors with the batch at axis 0"
-            )
-        return int(sizes.pop()[0])
-
     def repeated(self, times: int) -> Inputs:
         """All rows, then all rows again, and so on: (times * N, ...)."""
         if times == 1:
             return self
-        self.rows(f"{times} fixed masks need a forward on {times} copies of each row")
+        sizes = {x.shape[:1] for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)}
+        if len(sizes) != 1 or () in sizes:
+            raise InjectionError(
+                f"predict: {times} fixed masks need a forward on {times} copies of each row, but the arguments are not "
+                "tensors with the same number of rows.\n  pass tensors with the batch at axis 0"
+            )
         return self.map(lambda value: torch.cat([value] * times) if isinstance(value, Tensor) else value)
 
 
@@ -236,7 +218,6 @@ def predict(
     samples: int,
     activation: str | None,
     output: Callable[[Any], Tensor] | None,
-    consistent: bool,
     call: Callable[..., Any] | None,
 ) -> Prediction:
     """Sample `model` on `data` inside `sampling`, which activates `sinks`. See `Injection.predict`."""
@@ -258,9 +239,8 @@ def predict(
         masks = _fixed_masks(model, samples)
         for inputs in _read_batches(model, data, call):
             summary, repeated = Summary(activation), inputs.repeated(masks)
-            for number in range(samples // masks):
-                with _masks_of(number, repeated, sinks, consistent):
-                    summary.add(_call(call or model, repeated, output), masks)
+            for _ in range(samples // masks):
+                summary.add(_call(call or model, repeated, output), masks)
             found.append(summary.prediction())
     if not found:
         raise ValueError(
@@ -278,11 +258,9 @@ def predict(
 
 def samples(
     model: nn.Module,
-    sinks: Sequence[RateSink],
     sampling: Callable[[], AbstractContextManager[object]],
     batch: Any,
     n: int,
-    consistent: bool,
     call: Callable[..., Any] | None,
 ) -> Iterator[Any]:
     """See `Injection.samples`. Each sample enters its own contexts, so that the caller's code runs outside of them."""
@@ -290,30 +268,12 @@ def samples(
 
     (inputs,) = _read_batches(model, batch if isinstance(batch, Tensor | tuple | Mapping) else (batch,), call)
 
-    def sample(number: int) -> Any:
-        with eval_mode(model), torch.no_grad(), sampling(), _masks_of(number, inputs, sinks, consistent):
+    def sample() -> Any:
+        with eval_mode(model), torch.no_grad(), sampling():
             _fixed_masks(model, 1)
             return (call or model)(*inputs.args, **inputs.kwargs)
 
-    return (sample(number) for number in range(count(n, "n", "samples")))
-
-
-def _masks_of(
-    number: int, inputs: Inputs, sinks: Sequence[RateSink], consistent: bool
-) -> AbstractContextManager[object]:
-    """Return a context in which the hooks draw the masks of a sample, if these are to be consistent."""
-    if not consistent:
-        return nullcontext()
-    from hookdrop.injection.consistent import ConsistentMasks
-
-    hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
-    for sink in sinks:
-        if not isinstance(sink, SiteHook):
-            raise InjectionError(
-                f"consistent=True needs hooks, but {sink.state.name!r} changes dropout that the model has "
-                f"({sink.site!r}).\n  for an injection with hooks: find(model)[name].predict(x, consistent=True)"
-            )
-    return ConsistentMasks(number, inputs.rows("consistent=True draws for a batch of one row")).replacing(hooks)
+    return (sample() for _ in range(count(n, "n", "samples")))
 
 
 def _fixed_masks(model: nn.Module, samples: int) -> int:

@@ -30,7 +30,7 @@ def test_every_public_name_is_listed_once(module: ModuleType) -> None:
     assert sorted(listed) == sorted(set(module.__all__) - PACKAGES)
 
 
-MODULES = [info.name for info in pkgutil.walk_packages(hookdrop.__path__, "hookdrop.") if "__main__" not in info.name]
+MODULES = [info.name for info in pkgutil.walk_packages(hookdrop.__path__, "hookdrop.")]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import DropBlock, Dropout, GaussianNoise, inject, testing
-from hookdrop.cli import main
 from hookdrop.kernels import triton_dropblock
 from tests.support.models import Small, from_timm, from_torchvision, toy
 
@@ -110,17 +109,6 @@ def train(model: nn.Module, steps: int = 30, optimizer: Any = None) -> None:
         model(torch.zeros(2, 8) if isinstance(model, nn.Sequential) else IMAGES)
         optimizer.step()
         optimizer.zero_grad()
-
-
-class CommandLineError(Exception):
-    """What the command line wrote to stderr."""
-
-
-def command(*arguments: str) -> None:
-    with contextlib.redirect_stderr(io.StringIO()) as stderr, contextlib.suppress(SystemExit):
-        main(arguments)
-    if message := re.search(r"^hookdrop.*: error: .*", stderr.getvalue(), re.MULTILINE | re.DOTALL):
-        raise CommandLineError(message[0].strip())
 
 
 def injected(regularizer: Any = None, schedule: Any = None) -> tuple[ResNet, Any]:
@@ -580,14 +568,6 @@ inject(nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.1)), spec, example_input=torc
 model, _ = injected()
 inject(model, Dropout(p=0.1), layers="fc", schedule=LinearSchedule(steps=10)).step()
 print(hookdrop.find(model).step_count)
-# consistent samples of a regularizer that mixes samples
-inject(_model := ResNet(), MixStyle(p=0.5), layers="conv1").predict(IMAGES, consistent=True)
-# consistent samples where axis 0 is not the batch
-drop = inject(_model := nn.Sequential(nn.Flatten(0, 1), nn.Linear(8, 3)), Dropout(p=0.5), layers="0")
-drop.predict(torch.ones(2, 5, 8), consistent=True)
-# consistent samples of dropout that the model has
-model = nn.Sequential(nn.Linear(8, 3), nn.Dropout(0.1))
-inject(model, recipes.set_dropout(0.2), example_input=torch.ones(2, 8)).predict(torch.ones(2, 8), consistent=True)
 # sampling of a module that does more than drop in training mode
 auxiliary = lambda m, x: (dropped(m, x), x.sigmoid()) if m.training else dropped(m, x)
 model = nn.Sequential(nn.Linear(8, 8), toy(auxiliary, rate=0.2))
@@ -685,25 +665,6 @@ dict(testing.regularizer_checks(DropPath(p=0.3, scale=False)))["mean_is_kept"]()
 testing.check_regularizer(Dropout(p=0.1), expected_failures={"mean_kept": "it does not rescale"})
 # a check without an example of the shape
 testing.check_regularizer(DropBlock(p=0.1, block_size=(3, 3, 3, 3)))
-
-## the command line
-# command line: a misspelled regularizer
-command("plan", "resnet18", "DropBlok(p=0.1)", "--layers", "layer1")
-# command line: a misspelled model
-command("plan", "resnet5O", "Dropout(p=0.1)", "--layers", "layer1")
-# command line: a package is not installed
-with mock.patch.dict(sys.modules, {"timm": None}):
-    command("layers", "resnet18")
-# command line: no regularizer
-command("plan", "resnet18")
-# command line: arguments in another order
-command("plan", "Dropout(p=0.1)", "resnet18", "layer3.*")
-# command line: no layers
-command("plan", "resnet18", "Dropout(p=0.1)")
-# command line: a recipe and --layers
-command("plan", "resnet18", "stochastic_depth(p=0.1)", "--layers", "layer1")
-# command line: an unreadable input size
-command("plan", "resnet18", "Dropout(p=0.1)", "--layers", "layer1", "--input-size", "big")
 """
 """The code of each case, after its title."""
 

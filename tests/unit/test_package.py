@@ -19,7 +19,7 @@ from tests.support.programs import run_code
 MODULES = [module.name for module in pkgutil.walk_packages(hookdrop.__path__, "hookdrop.")]
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+@pytest.mark.parametrize("name", MODULES)
 def test_no_module_is_shadowed_by_another_name(name: str) -> None:
     """`import hookdrop.observe.capture as c` imported a function that the package exported under that name."""
     module = importlib.import_module(name)

@@ -1,7 +1,6 @@
 """Contents of the figures, not their pixels. Grad-CAM is that of its paper, and changes nothing."""
 
 import copy
-import io
 import random
 import sys
 from typing import Any
@@ -163,59 +162,6 @@ class TestFigures:
         assert r.plot_features(figure=left) is left
         assert plot_schedule(drop, 5, figure=right.subfigures(2, 1)[0]) is right.subfigs[0]
         whole.draw_without_rendering()
-
-
-def predicted(*shape: int, activation: str | None = "softmax") -> hookdrop.Prediction:
-    """The rows have increasing means and spreads."""
-    model = nn.Sequential(nn.Identity())
-    x = torch.arange(1.0, shape[0] + 1).view(-1, *[1] * (len(shape) - 1)) * (0.5 + torch.rand(shape))
-    return inject(model, Dropout(0.5), layers="0").predict(x, samples=20, activation=activation)
-
-
-@pytest.mark.parametrize(
-    ("shape", "activation", "panels", "labels"),
-    [
-        ((20, 5), "softmax", 2, ["mean", "standard deviation"]),
-        ((20, 5), "sigmoid", 3, ["mean", "standard deviation", "mutual information"]),
-        ((20, 5), None, 2, ["mean", "standard deviation"]),
-        ((4, 7, 5), "softmax", 8, ["mean", "standard deviation"]),
-        ((4, 5, 6, 8), "softmax", 12, ["most probable class", "standard deviation", "mutual information"]),
-        ((4, 1, 6, 8), "sigmoid", 12, ["mean", "standard deviation", "mutual information"]),
-        ((4, 5, 6, 8), None, 8, ["mean", "standard deviation"]),
-        ((2, 5, 3, 6, 8), "softmax", 6, ["most probable class", "standard deviation", "mutual information"]),
-    ],
-)
-def test_columns_and_rows(shape: tuple[int, ...], activation: str | None, panels: int, labels: list[str]) -> None:
-    found = predicted(*shape, activation=activation)
-    figure = found.plot()
-    bars = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
-    assert [axes.get_xlabel() for axes in bars] == labels
-    images = [axes for axes in figure.axes if axes not in bars]
-    assert len(images) == panels
-    figure.savefig(io.BytesIO())
-    assert figure.get_figheight() < 10
-    if len(shape) == 2:  # the first line of a picture is the most uncertain row
-        uncertainty = found.variance.sqrt() if found.mutual_information is None else found.mutual_information
-        first = uncertainty.reshape(len(found.mean), -1).mean(1).argmax()
-        assert np.allclose(images[1].images[0].get_array()[0], found.variance[first].sqrt().numpy())
-        assert len(images[0].get_xticks()) > 2
-        assert all(tick == int(tick) for tick in images[0].get_xticks())
-
-
-@pytest.mark.parametrize("shape", [(20, 1), (20,)])
-def test_single_numbers_have_error_bars_and_the_most_uncertain_are_red(shape: tuple[int, ...]) -> None:
-    (axes,) = predicted(*shape, activation=None).plot(rows=5).axes
-    gray, red = axes.containers
-    assert [len(one.lines[0].get_xdata()) for one in (gray, red)] == [15, 5]
-    assert red.lines[0].get_ydata().min() > gray.lines[0].get_ydata().mean()
-    assert "the 5 most uncertain of 20 rows, by standard deviation" in axes.get_title()
-
-
-def test_empty_prediction_raises() -> None:
-    model = nn.Sequential(nn.Linear(8, 3))
-    drop = inject(model, Dropout(0.5), layers="0")
-    with pytest.raises(ShapeError, match="it cannot be shown as images"):
-        drop.predict(torch.zeros(0, 8)).plot()
 
 
 def reference_grad_cam(model: nn.Module, x: torch.Tensor, layer: str, classes: list[int]) -> torch.Tensor:
