@@ -34,9 +34,8 @@ class Planned:
 
     @property
     def erased(self) -> list[str]:
-        """A drop probability reaches 1, except for DropPath, whose branch has a skip."""
-        certain = [site for site in self.sites if site.highest >= 1.0]
-        return [site.name for site in certain if not site.text.startswith(("DropPath", "StochasticDepth"))]
+        """A drop probability reaches 1."""
+        return [site.name for site in self.sites if site.highest >= 1.0]
 
     @property
     def on_output(self) -> dict[str, Any]:

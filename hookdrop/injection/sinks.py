@@ -52,19 +52,22 @@ class ObservedRate(float):
 
 
 class DropoutSink:
-    """A dropout that the model already has, of a module that is held weakly."""
+    """A dropout that the model already has: of a function whose rate is in the code, which can only be sampled.
+
+    It holds the module weakly.
+    """
 
     at = "attribute"
     rate = P
     p_scale = 1.0
-    constant: float | None = None
-    """The rate, where it is a number in the code; `attribute` is then the function that drops."""
 
     def __init__(
-        self, site: str, module: nn.Module, attribute: str, target: float | None, state: InjectionState
+        self, site: str, module: nn.Module, attribute: str, constant: float | None, state: InjectionState
     ) -> None:
-        self.site, self.attribute, self.state = site, attribute, state
-        self.target = self.initial_target = target
+        self.site, self.attribute, self.constant, self.state = site, attribute, constant, state
+        """`attribute` is the function that drops, at the rate `constant`, if there is one."""
+        self.target: float | None = None
+        self.initial_target: float | None = None
         self._link(module)
 
     def _link(self, module: nn.Module) -> None:
@@ -91,7 +94,7 @@ class DropoutSink:
 
     @property
     def p(self) -> float:
-        raise NotImplementedError
+        return self.constant or 0.0
 
     def set_rate(self, rate: CurrentRate, on: bool, sampling: bool) -> None:
         self._sample(on and sampling)
@@ -145,18 +148,6 @@ class DropoutSink:
         self._link(module)
 
 
-class ConstantSink(DropoutSink):
-    """A dropout whose rate is a number in the code, such as `F.dropout(x, 0.5, self.training)`: only sampled."""
-
-    def __init__(self, site: str, module: nn.Module, function: str, constant: float, state: InjectionState) -> None:
-        super().__init__(site, module, function, None, state)
-        self.constant = constant
-
-    @property
-    def p(self) -> float:
-        return self.constant or 0.0
-
-
 class AttributeSink(DropoutSink):
     """A rate of the dropout that a model already has: an attribute of a module.
 
@@ -166,7 +157,8 @@ class AttributeSink(DropoutSink):
     def __init__(
         self, site: str, module: nn.Module, attribute: str, target: float, p_scale: float, state: InjectionState
     ) -> None:
-        super().__init__(site, module, attribute, target, state)
+        super().__init__(site, module, attribute, None, state)
+        self.target = self.initial_target = target
         self.p_scale = p_scale
         self.before: Any = getattr(*attribute_of(module, attribute))
         """The attribute as it was."""

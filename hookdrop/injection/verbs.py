@@ -23,7 +23,6 @@ from hookdrop.injection.plan import Plan, PlannedSite
 from hookdrop.injection.resolve import make_plan
 from hookdrop.injection.sinks import (
     AttributeSink,
-    ConstantSink,
     DropoutSink,
     RateSink,
     dropout_sinks,
@@ -328,7 +327,7 @@ def place(planned: Plan) -> Injection:
 
 def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSink:
     if site.constant is not None:
-        return ConstantSink(site.name, site.module, site.attribute, site.constant, state)
+        return DropoutSink(site.name, site.module, site.attribute, site.constant, state)
     if site.regularizer is None:
         assert site.target is not None
         return AttributeSink(site.name, site.module, site.attribute, site.target, site.p_scale, state)

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import ClassVar
 
 from torch import nn
@@ -101,7 +100,7 @@ class stochastic_depth(Recipe):
 
 
 def _check_no_stochastic_depth(model: nn.Module, survey: Survey) -> None:
-    rates = {rate: attrgetter(rate.attribute)(model.get_submodule(rate.layer)) for rate in survey.drop_rates.per_sample}
+    rates = {rate: rate.value_in(model) for rate in survey.drop_rates.per_sample}
     active = [rate for rate in survey.drop_rates.rates if rates.get(rate)]
     if active:
         first, names = active[0], sorted({rate.layer.rpartition(".")[2] for rate in active})
@@ -240,7 +239,7 @@ _OF_MAPS = CONVS | {"batch_norm", "group_norm", "instance_norm"}
 
 def _check_no_dropout(model: nn.Module, survey: Survey, layers: tuple[str, ...]) -> None:
     for rate in (*survey.drop_rates.rates, *survey.drop_rates.constants):
-        value = rate.constant or attrgetter(rate.attribute)(model.get_submodule(rate.layer))
+        value = rate.value_in(model)
         name = f"{rate.layer}.{rate.attribute}"
         if value and name.startswith(layers) and rate not in survey.drop_rates.aside:
             fix = "it is a number in the code" if rate.constant else "change it: inject(model, set_dropout(p=p))"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -142,7 +141,7 @@ def _current_rates(model: nn.Module, survey: Survey) -> dict[str, tuple[DropRate
         only_drops = not any(module.children()) and not any(True for _ in module.parameters())
         full = ".".join(filter(None, (rate.layer, rate.attribute)))
         name = rate.layer if only_drops and rate.layer and rate.layer not in found else full
-        found[name] = rate, float(attrgetter(rate.attribute)(module))
+        found[name] = rate, rate.value_in(model)
     return found
 
 

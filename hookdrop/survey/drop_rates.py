@@ -52,6 +52,11 @@ class DropRate:
     constant: float | None = None
     """The rate, if it is in the code: it cannot be changed."""
 
+    def value_in(self, model: nn.Module) -> float:
+        """Return the current rate."""
+        holder = model.get_submodule(self.layer)
+        return float(operator.attrgetter(self.attribute)(holder)) if self.constant is None else self.constant
+
 
 @dataclass(frozen=True)
 class DropRates:

@@ -335,7 +335,6 @@ def test_uses_of_a_rate_of_1_and_of_outputs_that_are_no_predictions_do_not_warn(
     for one in (
         hookdrop.Cutout(3, p=1.0),
         hookdrop.MixStyle(1.0),
-        DropPath(1.0),
         hookdrop.UniformNoise(1.0),
         hookdrop.ScaleActivationGrad(1.0),
     ):
