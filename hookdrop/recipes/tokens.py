@@ -39,6 +39,9 @@ class head_dropout(Recipe):
 
     p: float = 0.1
 
+    def __post_init__(self) -> None:
+        HeadDropout(self.p)
+
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         found = {name: heads for name, heads in survey.heads.items() if not isinstance(heads, str)}
         if not found:
@@ -89,6 +92,9 @@ class drop_key(Recipe):
     p: float = 0.1
     p_scale: ClassVar[str | None] = "depth_reversed"
 
+    def __post_init__(self) -> None:
+        DropKey(self.p)
+
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         found = [name for name, scores in survey.scores.items() if not isinstance(scores, str)]
         if not found:
@@ -127,6 +133,9 @@ class patch_dropout(Recipe):
     """
 
     p: float = 0.5
+
+    def __post_init__(self) -> None:
+        TokenDropout(self.p, remove=True)
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         active = [name for name, module in model.named_modules() if type(module).__name__ == "PatchDropout"]
@@ -173,13 +182,16 @@ class neftune(Recipe):
     alpha: float = 5.0
     attention_mask: bool = False
 
+    def __post_init__(self) -> None:
+        NEFTune(self.alpha, attention_mask=self.attention_mask)
+
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         name = survey.token_embedding
         if name is None:
             raise LayerError(
                 f"neftune found no layer of {type(model).__name__} that looks up the tokens it is called with.\n"
                 '  name the embedding: inject(model, NEFTune(alpha=5), layers="tok_embeddings")\n'
-                "  find its name:      print(hookdrop.plan(model, layers=torch.nn.Embedding))"
+                "  find its name:      print(hookdrop.layers(model, only=torch.nn.Embedding))"
             )
         if getattr(model.get_submodule(name), "neftune_noise_alpha", None):
             raise InjectionError(
