@@ -18,5 +18,6 @@ step() {
     step benchmarks/launches.py
     step benchmarks/speed.py --device cuda --part memory main small --rounds 15 --json "$out/results.json"
     step benchmarks/train_step.py --device cuda --part resnet compiled --batch 128 --rounds 15 --json "$out/train_step.json"
+    step benchmarks/train_step.py --device cuda --part skip --rounds 15 --json "$out/skip_step.json"
     exit $failed
 } 2>&1 | tee "$out/page.txt"

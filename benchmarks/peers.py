@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from timm.layers.drop import drop_block_2d, drop_path
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookdrop import functional
 from hookdrop.kernels import native as kernel
@@ -99,3 +99,17 @@ def dropped_fraction(name: str, one: Function, shape: Sequence[int], draws: int 
     ones = torch.ones(shape, device=device)
     with kernel_of(name):
         return sum((one(ones) == 0).float().mean().item() for _ in range(draws)) / draws
+
+
+class SkippedLayers(nn.Sequential):
+    """A list of layers whose loop skips each with probability 0.5, as one would write it by hand."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Yield the layers that run."""
+        return (layer for layer in super().__iter__() if not self.training or torch.rand(()) >= 0.5)
+
+
+def skip_layers(model: nn.Module) -> None:
+    """Put the loop in the place of the layers of a ViT of timm or a LLaMA of transformers."""
+    owner, name = (model, "blocks") if hasattr(model, "blocks") else (model.model, "layers")
+    setattr(owner, name, SkippedLayers(*getattr(owner, name)))

@@ -3,6 +3,7 @@
 * `resnet`, `compiled`: hookdrop's DropBlock and torchvision's follow every convolution of the last two stages of a
   ResNet-50, or `--layers`; in eager mode and under `torch.compile`.
 * `vit`: ViTs that compute less, because patches are removed, or branches run on a subset of the batch.
+* `skip`: a LLaMA and a ViT of 8 layers whose layers or branches are skipped; also the memory saved for backward.
 * `methods`: small models with each method, without updates of the weights; also the memory saved for backward.
 Times are divided by those of the model without dropping in the same round; see timing.py.
 """
@@ -33,12 +34,12 @@ LAYERS = ("layer3.*.conv*", "layer4.*.conv*")
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
-def llama() -> nn.Module:
-    """Build a LLaMA of 2 layers. Only this model needs transformers."""
+def llama(layers: int = 2, width: int = 128) -> nn.Module:
+    """Build a LLaMA. Only this model needs transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: Any = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=1000, use_cache=False, **sizes))
+    sizes: Any = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=1000, use_cache=False, num_hidden_layers=layers, **sizes))
 
 
 def lstm() -> nn.Module:
@@ -57,6 +58,14 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Tensor]] = {
     "LLaMA of 2 layers, 8 sequences of 64 tokens": (llama, torch.randint(1000, (8, 64))),
 }
 """Of the part `methods`."""
+DEEP: dict[str, tuple[Callable[..., nn.Module], Tensor]] = {
+    "ViT-Tiny of 8 blocks, 32 images of 128 pixels": (
+        partial(timm.create_model, "vit_tiny_patch16_224", img_size=128, depth=8),
+        torch.randn(32, 3, 128, 128),
+    ),
+    "LLaMA of 8 layers, 16 sequences of 64 tokens": (partial(llama, 8, 256), torch.randint(1000, (16, 64))),
+}
+"""Of the part `skip`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def cases(part: str, options: argparse.Namespace) -> Iterator[Case]:
     """Yield the steps of each model of a part, by variant."""
-    models: Any = MODELS
-    if part != "methods":
+    models: Any = DEEP if part == "skip" else MODELS
+    if part not in ("methods", "skip"):
         images = torch.randn(options.batch, 3, options.pixels, options.pixels)
         make = timm.create_model if part == "vit" else partial(torchvision.models.get_model, weights=None)
         models = {name: (partial(make, name), images) for name in (options.vits if part == "vit" else [options.resnet])}
@@ -93,6 +102,24 @@ def compare(part: str, options: argparse.Namespace) -> dict[str, Any]:
     """Time the variants of each model of a part."""
     pairs = [(name, CLEAN) for name in VARIANTS[part]]
     return race(f"A training step, {part}", cases(part, options), pairs, options)
+
+
+def skip(options: argparse.Namespace) -> dict[str, Any]:
+    """Time the variants that skip layers, and add the memory, divided by that without."""
+    found = compare("skip", options)
+    for title, steps in cases("skip", options):
+        sizes = {name: saved(job) for name, job in steps.items()}
+        found[title]["memory"] = {name: size / sizes[CLEAN] for name, size in sizes.items()}
+    program.show(
+        "Memory saved for backward, divided by that without dropping",
+        {title: one["memory"] for title, one in found.items()},
+    )
+    return found
+
+
+def saved(job: Callable[[], None], calls: int = 20) -> float:
+    """Return the bytes saved for backward: the mean over calls, because it depends on what is skipped."""
+    return sum(sum(saved_storages(job).values()) for _ in range(calls)) / calls
 
 
 def methods(options: argparse.Namespace) -> dict[str, Any]:
@@ -119,6 +146,8 @@ def step(
         drop = torchvision.ops.DropBlock2d(peers.P, peers.BLOCK)
         for site in hookdrop.plan(model, hookdrop.DropBlock(), **settings).sites:
             site.module.register_forward_hook(lambda layer, args, output: drop(output))
+    elif regularizer == "loop":
+        peers.skip_layers(model)
     elif regularizer:
         hookdrop.inject(model, hookdrop.parse(regularizer), example_input=data, **settings)
     forward = torch.compile(model) if part == "compiled" else model
@@ -137,7 +166,7 @@ def step(
 
 
 PARTS: dict[str, program.Part] = {part: partial(compare, part) for part in ("resnet", "compiled", "vit")}
-PARTS["methods"] = methods
+PARTS |= {"skip": skip, "methods": methods}
 
 
 if __name__ == "__main__":

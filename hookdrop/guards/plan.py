@@ -34,8 +34,9 @@ class Planned:
 
     @property
     def erased(self) -> list[str]:
-        """A drop probability reaches 1."""
-        return [site.name for site in self.sites if site.highest >= 1.0]
+        """A drop probability reaches 1, except that of DropPath, whose branch has a skip."""
+        certain = [site for site in self.sites if not isinstance(site.regularizer, DropPath)]
+        return [site.name for site in certain if site.highest >= 1.0]
 
     @property
     def on_output(self) -> dict[str, Any]:

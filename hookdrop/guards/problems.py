@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookdrop.guards.messages import find, message, warn_each
-from hookdrop.hooks.call_context import refuse_layout
+from hookdrop.hooks.call_context import partial_calls, refuse_layout
 from hookdrop.hooks.hook import SiteHook, first_listeners
 from hookdrop.hooks.registry import hooks_of
 from hookdrop.hooks.state import InjectionState
@@ -159,7 +159,7 @@ def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
         refuse_layout(hook.regularizer, value, x)
         hook.regularizer.check(x.shape)
         # A symbolic size (make_fx) references its trace, which can be neither copied nor pickled.
-        if all(type(size) is int for size in x.shape):
+        if all(type(size) is int for size in x.shape) and not partial_calls.stack:
             hook.last_shape = x.shape
             warn_about_shape(hook)
             if _draws_for_rows(hook) and (found := _different_rows(hook.state.live.members)):

@@ -54,6 +54,10 @@ class CallValue(threading.local):
         return self.stack[-1] if self.stack else None
 
 
+partial_calls = CallValue()
+"""The hooks of the layers in progress that run on some of the samples only."""
+
+
 def has_ended(frame: FrameType | None) -> bool:
     """Whether a call in eager code has ended, also by an interrupt. If so, its local variables are freed."""
     try:

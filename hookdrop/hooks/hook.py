@@ -240,8 +240,12 @@ class SiteHook(PlacedHook):
 
     def edit(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to the site's tensor in `value`, and add the site to errors."""
+        return self.explained(self.map, module, value, fn)
+
+    def explained(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function, and add the site to errors."""
         try:
-            return self.map(module, value, fn)
+            return function(*args)
         except ShapeError as error:
             error.args = (f"{self.where}{' ' if str(error).startswith('got ') else ': '}{error}",)
             raise

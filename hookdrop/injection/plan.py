@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hookdrop.survey.layers import LayerCalls
 
 _WHERE = {"input": ", at the input", "parameters": ", at the parameters"}
-HEADER = ("site", "type", "shape", "read as", "calls", "p", "regularizer")
+HEADER = ("site", "type", "shape", "read as", "calls", "runs", "p", "regularizer")
 
 
 @dataclass
@@ -47,6 +47,8 @@ class PlannedSite:
     calls: int | None = None
     reading: str = ""
     """How the regularizer interprets the axes."""
+    runs: str = ""
+    """Which samples the layer runs on, if the regularizer keeps some of them."""
     attribute: str = ""
     """For a dropout that the model already has: the attribute with its rate."""
     constant: float | None = None
@@ -113,7 +115,7 @@ class Plan:
         schedule = "" if self.schedule is None else f", {requested}{self.schedule}"
         title = f"{counted(len(self.sites), 'site')} of {type(self.root).__name__}{where}{schedule}"
         names = [(s.name or "(the model)") + (" (skip)" if s.at == "skip" else "") for s in self.sites]
-        cells = [(s.type, shape_text(s.shape), s.reading, s.calls, s.p, s.text) for s in self.sites]
+        cells = [(s.type, shape_text(s.shape), s.reading, s.calls, s.runs, s.p, s.text) for s in self.sites]
         rows = [(name, *row) for name, row in zip(names, cells, strict=True)]
         # Omit empty columns: some are filled only with an example_input or a regularizer.
         used = [i for i in range(len(HEADER)) if any(row[i] not in ("", None, "?") for row in rows)]

@@ -159,7 +159,9 @@ def _site(
 
         reading = check_parameters(regularizer, layer.module, tensor, layer.name)
     regularizer = regularizer.for_layer(root, layer.name, place, survey)
-    return PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, place, reading=reading)
+    site = PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, place, reading=reading)
+    site.runs = "" if survey is None else regularizer.runs_on(survey, layer.name, tensor)
+    return site
 
 
 # --- sites that a recipe chooses

@@ -334,14 +334,14 @@ def _sink(site: PlannedSite, tensor: TensorKey, state: InjectionState) -> RateSi
     # `resolve` checked that it can be pickled, and a deep copy takes ten times as long.
     settings = site.name, pickle.loads(pickle.dumps(site.regularizer)), site.p_scale, tensor, state
     # Only these sites need what is imported here.
-    if site.at == "skip" or "rows" in site.regularizer.needs:
-        from hookdrop.hooks.branch_hooks import SkipHook, SubsetHook
+    if site.at == "skip":
+        from hookdrop.hooks.skip_hook import SkipHook
 
-        return SkipHook(*settings, site.branch) if site.at == "skip" else SubsetHook(*settings, "input")
-    if "layer_input" in site.regularizer.needs:
-        from hookdrop.hooks.layer_hook import LayerHook
+        return SkipHook(*settings, site.branch)
+    if not {"rows", "layer_input"}.isdisjoint(site.regularizer.needs):
+        from hookdrop.hooks.rows_hook import RowsHook
 
-        return LayerHook(*settings, site.at)
+        return RowsHook(*settings, "input")
     if site.at == "scores":
         from hookdrop.hooks.score_hooks import ScoreHook
 

@@ -115,9 +115,9 @@ def _check_no_stochastic_depth(model: nn.Module, survey: Survey) -> None:
 
 @dataclass(frozen=True)
 class layer_drop(Recipe):
-    """LayerDrop: in each forward, every layer returns its input with probability `p`.
+    """LayerDrop: in each forward, every layer returns its input with probability `p`, which saves its time.
 
-    Fan et al. 2020, arXiv:1909.11556. Unlike DropPath, it drops a layer for the whole batch and does not rescale. The
+    Fan et al. 2020, arXiv:1909.11556. Unlike DropPath, it drops whole layers and does not rescale. The
     layers are those that return their input plus residual branches, also with norms on the way, in the shape of the
     input: transformer layers, and blocks of CNNs without an activation after the addition.
 
@@ -126,6 +126,7 @@ class layer_drop(Recipe):
 
     Args:
         p: probability of skipping a layer, in [0, 1).
+        mode: `"batch"` draws once for each layer and forward, `"row"` once for each sample: see `LayerDrop`.
 
     Raises:
         LayerError: the model has no such layer.
@@ -140,9 +141,10 @@ class layer_drop(Recipe):
     """
 
     p: float = 0.1
+    mode: str = "batch"
 
     def __post_init__(self) -> None:
-        LayerDrop(self.p)
+        LayerDrop(self.p, self.mode)
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
         _require_branches(self, model, survey)
@@ -153,7 +155,7 @@ class layer_drop(Recipe):
                 f"layer_drop found no layer of {type(model).__name__} that could be skipped: {name!r} could not, "
                 f"because {reason}.\n  drop residual branches instead: stochastic_depth(p=...)"
             )
-        return [RecipeSite(name, LayerDrop(self.p)) for name in names]
+        return [RecipeSite(name, LayerDrop(self.p, self.mode)) for name in names]
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         reasons = [(reason, name) for name, reason in survey.skippable.items()]

@@ -159,6 +159,10 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
         """
         return self
 
+    def runs_on(self, survey: Any, name: str, tensor: int | str | None = None) -> str:
+        """Return on which samples the layer runs, for those that need `"rows"`; `plan` shows it."""
+        return ""
+
     def check(self, shape: Sequence[int]) -> None:
         """Raise `ShapeError` if it cannot regularize a tensor of this shape."""
         check_axes(shape, self.axes, self.title)

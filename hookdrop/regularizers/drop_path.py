@@ -55,6 +55,12 @@ def _keep(x: Tensor, kept: Tensor, scale: float | Tensor) -> Tensor:
     return (x * factor).to(x.dtype)
 
 
+def _others(x: Tensor, rows: Tensor) -> Tensor:
+    """Return True for the samples other than these rows, in a shape that broadcasts to `x`."""
+    dropped = torch.ones(len(x), dtype=torch.bool, device=x.device).index_fill(0, rows, False)
+    return dropped.view(-1, *(1,) * (x.dim() - 1))
+
+
 def _kept(samples: int, p: float | Tensor) -> Any:
     """The number of samples that `mode="subset"` keeps, at least one."""
     if isinstance(p, Tensor):
@@ -62,7 +68,15 @@ def _kept(samples: int, p: float | Tensor) -> Any:
     return max(int(samples * (1.0 - p) + _ROUNDING), 1)
 
 
+_GRAPH_BREAK = "The layer runs on the samples that are kept, whose number changes.\n  remove fullgraph=True."
 _ROUNDING = 1e-9  # above the error of 1 - p, which would otherwise drop one more sample: 10 * (1 - 0.8) is below 2
+
+
+def _no_rows(what: str, found: object, instead: str) -> LayerError:
+    return LayerError(
+        f"{what} draws for each sample, but the samples are not its rows: {found}.\n"
+        f"  draw once for the batch: {instead}"
+    )
 
 
 class DropPath(DropRegularizer):
@@ -139,12 +153,14 @@ class DropPath(DropRegularizer):
             return self  # the plan reports layers that are never called
         found = survey.samples(name, at)
         if isinstance(found, str) or (found.argument is not None and self.mode == "subset"):
-            raise LayerError(
-                f"DropPath(mode={self.mode!r}) at {name!r} draws for each sample, but the samples are not its rows: "
-                f"{found}.\n"
-                f'  draw once for the batch: DropPath(p=..., mode="batch")   {CHOOSE_PLACE}'
+            raise _no_rows(
+                f"DropPath(mode={self.mode!r}) at {name!r}", found, f'DropPath(p=..., mode="batch")   {CHOOSE_PLACE}'
             )
         return self if found.argument is None else DropPath(self.p, scale=self.scale, samples=found.argument)
+
+    @property
+    def graph_break(self) -> str:
+        return _GRAPH_BREAK if self.mode == "subset" else ""
 
     def reading(self, shape: Sequence[int]) -> str:
         if self.samples is not None:
@@ -158,6 +174,9 @@ class DropPath(DropRegularizer):
     def independent_samples(self) -> bool:
         return self.mode == "row" and self.samples is None
 
+    def runs_on(self, survey: Any, name: str, tensor: int | str | None = None) -> str:
+        return str(survey.runs_on(name, tensor)) if self.mode == "subset" else ""
+
     def select_rows(self, x: Tensor, p: float) -> Tensor | None:
         """Draw the samples that a branch runs on; None for all of them."""
         kept = _kept(len(x), p)
@@ -165,19 +184,20 @@ class DropPath(DropRegularizer):
 
     def regularize(self, x: Tensor, rate: Any, rows: Tensor | None = None, samples: SampleRows | None = None) -> Tensor:
         if rows is not None:
-            kept = torch.zeros(len(x), dtype=torch.bool, device=x.device).index_fill(0, rows, True)
-            return _keep(x, kept.view(-1, *(1,) * (x.dim() - 1)), len(x) / len(rows) if self.scale else 1.0)
+            return _keep(x, ~_others(x, rows), len(x) / len(rows) if self.scale else 1.0)
         return drop_path(x, rate, self.mode, scale=self.scale, rows=rows_in_call(self.samples, samples))
 
 
-def layer_drop(output: Tensor, input: Tensor, p: float | Tensor, training: bool = True) -> Tensor:
+def layer_drop(output: Tensor, input: Tensor, p: float | Tensor, mode: str = "batch", training: bool = True) -> Tensor:
     """Return the `input` of a layer instead of its `output` with probability `p`, in [0, 1): see `LayerDrop`."""
+    one_of(mode, "mode", "layer_drop", _MODES[:2])
     p = BELOW_1.argument(p, output, "layer_drop")
     _require_shape(output.shape, [tuple(input.shape)])
     if not training or (not isinstance(p, Tensor) and p == 0.0):
         return output
-    # A 0-d tensor, so that nothing waits for its value. The gradients of a skipped layer are zeros.
-    dropped = rand((), torch.float32, output.device) < p
+    # A tensor, so that nothing waits for its values. The gradients of a skipped layer are zeros.
+    draws = (len(output), *(1,) * (output.dim() - 1)) if mode == "row" else ()
+    dropped = rand(draws, torch.float32, output.device) < p
     return torch.where(dropped, input.to(output.dtype), output)
 
 
@@ -190,23 +210,29 @@ def _require_shape(output: Sequence[int], inputs: Sequence[Sequence[int]], where
 
 
 class LayerDrop(DropRegularizer):
-    """Skip a layer with probability `p`: it returns its input. One draw per layer and forward, without rescaling.
+    """Skip a layer with probability `p`: it returns its input. Nothing is rescaled.
 
     Hook layers that keep the shape: transformer layers such as `"model.layers.*"`. If a layer returns several tensors,
-    the first is replaced. The layer is computed all the same, so this saves no time. Its parameters get gradients of
-    zero instead of none, so DistributedDataParallel needs no `find_unused_parameters`. Each rank draws its own layers.
+    the first is replaced. A skipped layer costs almost nothing: it runs on the samples that are kept, or on one of
+    them, whose result is not used, if none is. So its parameters get gradients of zero instead of none, and
+    DistributedDataParallel needs no `find_unused_parameters`. Each rank draws its own layers. Other arguments with one
+    row for each sample, such as attention masks, are selected too: the first call finds them by a run without values.
+
+    A layer with batch norm, that mixes samples or returns more than one tensor for them runs on all samples, and its
+    result is discarded: `plan` says so in the column "runs". KV caches are refused.
 
     Args:
         p: probability of skipping the layer, in [0, 1).
+        mode: `"batch"` draws once for each layer and forward, `"row"` once for each sample.
         argument: the name of the argument that a skipped layer returns. `inject` finds it with `example_input=`: the
             output is this argument plus residual branches. None: the only argument with the shape of the output.
         keep_prob: 1 - p, instead of `p`.
 
-    Shape: any; the layer's output has the shape of its input.
+    Shape: any; the layer's output has the shape of its input. With `mode="row"`: (N, ...).
 
     Raises:
         LayerError: in `inject` with an example, if the layer is a residual branch, such as `mlp`, or has several
-            residual streams.
+            residual streams, or, with `mode="row"`, if its samples are not its rows.
         ShapeError: in `inject` with an example, otherwise in forward, if the layer changes the shape.
         InjectionError: in forward, if the layer fills a KV cache, or several arguments have the shape of the output.
 
@@ -221,13 +247,23 @@ class LayerDrop(DropRegularizer):
 
     rate: ClassVar[Rate] = BELOW_1
     only_at = "output"
-    needs = ("layer_input",)
+    needs = ("rows", "layer_input")
 
-    def __init__(self, p: float | None = None, *, argument: str | None = None, keep_prob: float | None = None) -> None:
+    def __init__(
+        self,
+        p: float | None = None,
+        mode: str = "batch",
+        *,
+        argument: str | None = None,
+        keep_prob: float | None = None,
+    ) -> None:
         super().__init__(p, keep_prob=keep_prob)
+        self.mode: str = one_of(mode, "mode", self.title, _MODES[:2])
         if not isinstance(argument, str | None):
             raise TypeError(f"LayerDrop: argument must be the name of an argument of the layer, got {argument!r}.")
         self.argument = argument
+        if mode == "row":
+            self.axes = "N ..."
 
     def for_layer(self, model: nn.Module, name: str, at: str = "output", survey: Any = None) -> LayerDrop:
         if survey is None:
@@ -241,6 +277,10 @@ class LayerDrop(DropRegularizer):
             inputs, outputs = ([x.shape for x in nodes if x.fits] for nodes in (call.inputs, call.outputs))
             if inputs and outputs:
                 _require_shape(outputs[0], inputs, f"LayerDrop at {name!r} ")
+        if self.mode == "row" and name in survey.layers:
+            found = survey.samples(name, at)
+            if isinstance(found, str) or found.argument is not None:
+                raise _no_rows(f"LayerDrop(mode='row') at {name!r}", found, 'LayerDrop(p=..., mode="batch")')
         streams = survey.streams(name)
         if len(streams) > 1:
             raise LayerError(
@@ -257,13 +297,34 @@ class LayerDrop(DropRegularizer):
                 f"arguments: {', '.join(arguments)}"
             )
         several = any(len({x for x in call.inputs if x.fits}) > 1 for call in survey.layers[name])
-        return LayerDrop(self.p, argument=arguments[0]) if several else self
+        return LayerDrop(self.p, self.mode, argument=arguments[0]) if several else self
 
-    def regularize(self, x: Tensor, rate: Any, layer_input: Tensor | None = None) -> Tensor:
+    @property
+    def graph_break(self) -> str:
+        return _GRAPH_BREAK
+
+    @property
+    def independent_samples(self) -> bool:
+        return self.mode == "row"
+
+    def runs_on(self, survey: Any, name: str, tensor: int | str | None = None) -> str:
+        return str(survey.runs_on(name, tensor, self.argument, writes=True, discards=self.mode == "batch"))
+
+    def select_rows(self, x: Tensor, p: float) -> Tensor | None:
+        """Draw the samples that a layer runs on; None for all of them."""
+        # On the CPU, so that nothing waits for an accelerator.
+        draws = torch.rand(len(x) if self.mode == "row" else 1, device="cpu")
+        kept = (draws >= p).expand(len(x))
+        return None if kept.all() else kept.nonzero()[:, 0].to(x.device)
+
+    def regularize(self, x: Tensor, rate: Any, layer_input: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
         if layer_input is None:
             raise InjectionError(
                 "LayerDrop needs the input of the layer too.\n"
                 "  inject it: inject(model, LayerDrop(p=...), layers=...)\n"
                 "  or call it: LayerDrop(p=...)(layer(x), layer_input=x)"
             )
-        return layer_drop(x, layer_input, rate)
+        if rows is None:
+            return layer_drop(x, layer_input, rate, self.mode)
+        _require_shape(x.shape, [tuple(layer_input.shape)])
+        return torch.where(_others(x, rows), layer_input.to(x.dtype), x)

@@ -37,6 +37,9 @@ TRIES = 32
 So a comparison with a random number has both outcomes, unless one is very rare.
 """
 
+_OTHERS: list[Callable[..., int]] = [lambda seeds, key, n=n: seeds[n] for n in range(6)]
+"""Six of the seeds themselves: a choice among several, such as that of an expert, may have other outcomes there."""
+
 
 def find_draws(
     model: nn.Module, example: Any, training: Training, known: Collection[tuple[str, str]] = ()
@@ -53,18 +56,21 @@ def find_draws(
     modules = {module: name for name, module in reversed([*model.named_modules()])}
     found, forwards = dict[Line, list[str]](), 0
 
-    def run(*settings: Any) -> _Run:
+    def run(*settings: Any, **more: Any) -> _Run:
         nonlocal forwards
         forwards += 1
-        return _Run(model, example, training, *settings)
+        return _Run(model, example, training, *settings, **more)
 
     with forked_rng(model):
         base = run()
+        # Random numbers in place of weights that are 0 show more, but may hide a choice between nearly equal numbers.
+        bases = {True: base, False: run(random_weights=False)} if base.mode.drawn else {}
         for line, ran in base.mode.drawn.items():
             names = [modules[one] for one in ran if one in modules]
             if names and {(name, line.function) for name in names} <= {*known}:
                 continue
-            if any(run(line, choose).differs(base) for choose in (min, max)):
+            tries = ((other, choose) for other in bases for choose in (min, max, *_OTHERS))
+            if any(run(line, choose, random_weights=other).differs(bases[other]) for other, choose in tries):
                 found[line] = names
         if base.draws_elsewhere:
             others = (run(None, min, seed) for seed in range(1, 5))
@@ -84,6 +90,8 @@ class _Run:
         changed: Line | None = None,
         choose: Callable[..., int] = min,
         seed: int | None = None,
+        *,
+        random_weights: bool = True,
     ) -> None:
         devices = {x.device.type for x in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
         self.mode = _Seeds(changed, choose, devices, notes_steps=seed is not None)
@@ -101,7 +109,7 @@ class _Run:
                 self.outputs += [x.detach().clone() for x in tensors(value)]
 
         with self.mode:
-            experiment(model, example, watch, {}, training)
+            experiment(model, example, watch, {}, training, random_weights=random_weights)
 
     def differs(self, other: _Run) -> bool:
         pairs = zip(self.outputs, other.outputs, strict=False)

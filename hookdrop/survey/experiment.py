@@ -16,7 +16,13 @@ Watch = Callable[[str, str, Any], object]
 
 
 def experiment(
-    model: nn.Module, example: Any, watch: Watch, edits: Mapping[str, Edit], training: Training = False
+    model: nn.Module,
+    example: Any,
+    watch: Watch,
+    edits: Mapping[str, Edit],
+    training: Training = False,
+    *,
+    random_weights: bool = True,
 ) -> None:
     """Call a model without gradients, and restore it.
 
@@ -29,6 +35,7 @@ def experiment(
         watch: called with the name of a layer, `"input"` or `"output"`, and what the layer gets or returns.
         edits: functions that change the output of layers, by name; `watch` sees the output before.
         training: as for `record`.
+        random_weights: whether these parameters are random.
     """
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -41,7 +48,7 @@ def experiment(
     changes = restored_after(model, trains=bool(training)), restored_objects(model), hooked(model, before, after)
     with changes[0], changes[1], torch.no_grad(), changes[2]:
         set_modes(model, training)
-        values = _random_values(model)
+        values = _random_values(model) if random_weights else {}
         call((lambda *args, **kwargs: functional_call(model, values, args, kwargs)) if values else model, example)
 
 

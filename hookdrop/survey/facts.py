@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,15 @@ from hookdrop.survey.isolation import Training, forked_rng, other_hooks
 from hookdrop.survey.layers import LayerCalls, find_skippable, find_streams, layer_calls
 from hookdrop.survey.samples import Samples, Site, growing_axis, is_batched, row_orders, why_no_batch
 from hookdrop.survey.tokens import Patches, find_embedding, find_patches, removable_patches
-from hookdrop.survey.trace import Call, Trace, record
+from hookdrop.survey.trace import Call, Node, Trace, record
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import named_layers
 from hookdrop.utils.tensor_tree import TensorKey, map_leaves, tensors
 from hookdrop.utils.torch_internals import is_fake
+
+if TYPE_CHECKING:
+    from hookdrop.survey.subsets import Subset
 
 
 class Survey:
@@ -44,6 +47,7 @@ class Survey:
         self._tokens: dict[str, Patches | str] = {}
         self._resized: dict[int, tuple[Trace, Trace]] = {}
         self._orders: dict[int, dict[Site, bool | str]] = {}
+        self._subsets: dict[Any, Subset] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -184,6 +188,26 @@ class Survey:
         """Return the arguments of a layer to which branches are added, for each output that is such a sum."""
         return find_streams(self.layers.get(name, []))
 
+    def runs_on(
+        self, name: str, tensor: TensorKey, argument: str | None = None, *, writes: bool = False, discards: bool = False
+    ) -> str:
+        """Return on which samples a layer runs if a regularizer keeps some of them (`discards`: all or none).
+
+        `argument` is the one with the samples; None for the first. See `find_subset` for the rest.
+        """
+        from hookdrop.survey.subsets import subset_of_call  # only this needs it
+
+        if name not in self.layers or not self._has_values:
+            return ""
+        call = self.layers[name][-1]
+        key = self.trace.kinds[name], repr(map_leaves(call.arguments, _without_index)), argument, tensor, writes
+        if key not in self._subsets:
+            with _fixed_seed():
+                found = subset_of_call(self.model.get_submodule(name), call, argument, tensor, writes=writes)
+            self._subsets[key] = found
+        why = self._subsets[key].why_all(discards)
+        return f"on all samples: {why}" if why else "on kept samples"
+
     @cached_property
     def residuals(self) -> list[Residual]:
         """The residual additions, in the order of execution."""
@@ -280,6 +304,10 @@ def _settings(module: nn.Module) -> list[Any]:
     own = vars(module)
     plain = [(key, own[key]) for key in own if type(own[key]) in (bool, int, float, str) and key != "training"]
     return [*plain, id(own.get("forward"))]
+
+
+def _without_index(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Node) else leaf
 
 
 def _shape(leaf: Any) -> Any:

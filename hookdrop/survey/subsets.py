@@ -18,10 +18,19 @@ from hookdrop.survey.experiment import changes
 from hookdrop.survey.isolation import Arguments, forked_rng
 from hookdrop.survey.ops import PARTS
 from hookdrop.survey.replay import replay
-from hookdrop.survey.trace import Node, Trace, record
+from hookdrop.survey.trace import Call, Node, Trace, record
 from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.tensor_tree import TensorKey, describe, leaves_of, map_leaves, map_tensor, tensors, with_rows
-from hookdrop.utils.torch_internals import HOOK_TABLES
+from hookdrop.utils.tensor_tree import (
+    TensorKey,
+    describe,
+    first_tensor,
+    leaves_of,
+    map_leaves,
+    map_tensor,
+    tensors,
+    with_rows,
+)
+from hookdrop.utils.torch_internals import HOOK_TABLES, BatchNorm
 
 
 class Subset(NamedTuple):
@@ -30,13 +39,23 @@ class Subset(NamedTuple):
     arguments: frozenset[int] = frozenset()  #: Which of its tensors have a row for each sample, by their order.
     outputs: int = 0  #: How many tensors it returns.
     obstacle: str = ""  #: Why it must run on all samples nevertheless.
+    mixes: str = ""  #: Why it must run on all samples, unless nothing uses what it returns.
+
+    def why_all(self, discards: bool) -> str:
+        """Return why it must run on all samples; empty if a part suffices. `discards`: none is kept."""
+        return self.obstacle or self.mixes * (not discards)
 
 
-def find_subset(branch: nn.Module, value: tuple[Any, Any], x: Tensor, tensor: TensorKey) -> Subset:
+def find_subset(
+    branch: nn.Module, value: tuple[Any, Any], x: Tensor, tensor: TensorKey, *, writes: bool = False
+) -> Subset:
     """Return what a branch needs in calls such as the one with the arguments `value`, without calling it.
 
-    `tensor` is that of `inject`: which tensor in the output is the result.
+    `tensor` is that of `inject`: which tensor in the output is the result. `writes` is whether the branch may write to
+    its arguments, because nothing else reads them.
     """
+    if norms := [name for name, module in branch.named_modules() if isinstance(module, BatchNorm)]:
+        return Subset(obstacle=f"has a batch norm ({norms[0]})" if norms[0] else "is a batch norm")
     given = tensors(value)
     if unknown := {type(leaf).__name__ for leaf in leaves_of(value) if not isinstance(leaf, _WITHOUT_SAMPLES)}:
         return Subset(obstacle=f"also receives a {min(unknown)}, whose samples cannot be selected")
@@ -49,19 +68,39 @@ def find_subset(branch: nn.Module, value: tuple[Any, Any], x: Tensor, tensor: Te
     sizes = {size for leaf in (*given, *branch.parameters(), *branch.buffers()) for size in leaf.shape}
     rows = torch.arange(next(n for n in itertools.count(3) if n not in sizes), device=x.device) % len(x)
     value = map_leaves(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
-    cache, reason = torch.is_autocast_cache_enabled(), ""
+    cache, reason, mixed = torch.is_autocast_cache_enabled(), "", None
     for chosen in itertools.product((False, True), repeat=len(groups)):
         arguments = frozenset(mine).union(*itertools.compress(groups.values(), chosen))
         try:
             # A cast of a weight without gradients must not serve a later forward.
             torch.set_autocast_cache_enabled(False)
             with forked_rng(branch), torch.no_grad():
-                return _run(twin, with_rows(value, arguments, rows)[0], arguments, len(rows), tensor)
+                found = _run(twin, with_rows(value, arguments, rows)[0], arguments, len(rows), tensor, writes)
+            if not found.mixes:
+                return found
+            mixed = mixed or found
         except Exception as error:  # a shape that does not fit, or any other
             reason = str(error.__cause__ or error).strip().partition("\n")[0].rstrip(".")
         finally:
             torch.set_autocast_cache_enabled(cache)
-    return Subset(obstacle=f"cannot run on some of the samples ({reason})")
+    return mixed or Subset(obstacle=f"cannot run on some of the samples ({reason})")
+
+
+def subset_of_call(branch: nn.Module, call: Call, argument: str | None, tensor: TensorKey, *, writes: bool) -> Subset:
+    """Return the same for a call of a survey, whose tensors have no values; `argument` is the one with the samples."""
+    device = next((x.device for x in branch.parameters()), None)
+
+    def random(leaf: Any) -> Any:
+        if not isinstance(leaf, Node):
+            return leaf
+        kind = torch.rand if leaf.dtype.is_floating_point else torch.ones
+        return kind(leaf.shape, device=device).to(leaf.dtype)
+
+    given = {name: map_leaves(value, random) for name, value in call.arguments.items()}
+    several = any(name.startswith("*") for name in given)
+    value = ((*given.values(),), {}) if several else ((), given)
+    x = first_tensor(given if argument is None else given[argument])
+    return find_subset(branch, value, x, tensor, writes=writes)
 
 
 _WITHOUT_SAMPLES = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
@@ -74,7 +113,9 @@ def _without_hooks(branch: nn.Module) -> nn.Module:
     return twin
 
 
-def _run(branch: nn.Module, value: Any, arguments: frozenset[int], count: int, tensor: TensorKey) -> Subset:
+def _run(
+    branch: nn.Module, value: Any, arguments: frozenset[int], count: int, tensor: TensorKey, writes: bool
+) -> Subset:
     trace = record(branch, Arguments(*value))
     weights = [*branch.parameters(), *branch.buffers()]
     leaves = [*weights, *tensors(value)]  # the indices of nodes begin with these
@@ -91,17 +132,18 @@ def _run(branch: nn.Module, value: Any, arguments: frozenset[int], count: int, t
     output = map_leaves(trace.calls[0].output, lambda leaf: meta[leaf] if isinstance(leaf, Node) else leaf)
     map_tensor(output, tensor, note)
     chosen = [node for node, y in meta.items() if any(y is one for one in results)]
-    _check_rows(trace, chosen, selected, leaves, count)
+    mixes = _mix(trace, chosen, selected, leaves, count)
     depends = trace.reached(selected)
     others = [node for node in meta if node not in (*chosen, *inputs) and (node in depends or count in node.shape)]
     obstacle = f"also returns {', '.join(describe(meta[node]) for node in others)}, which depends on the samples"
-    if any(op.is_in_place and _is_part_of(op.inputs[0], selected) for op in trace.ops):
+    if not writes and any(op.is_in_place and _is_part_of(op.inputs[0], selected) for op in trace.ops):
         return Subset(obstacle="changes its input in place")
-    return Subset(arguments, len(tensors(output)), obstacle if others else "")
+    why = "cannot run on some of the samples (one of them changes the result of others)"
+    return Subset(arguments, len(tensors(output)), obstacle if others else "", why if mixes else "")
 
 
-def _check_rows(trace: Trace, results: list[Node], selected: list[Node], leaves: list[Tensor], count: int) -> None:
-    """Raise unless each of `count` rows of the results depends on the same row of the selected arguments only."""
+def _mix(trace: Trace, results: list[Node], selected: list[Node], leaves: list[Tensor], count: int) -> bool:
+    """Whether one of `count` rows of the selected arguments changes another row of the results."""
     ops = [op for op in trace.ops if any(trace.leads(node, y) or node is y for node in op.outputs for y in results)]
     given, device = {node: leaves[node.index] for node in selected}, leaves[selected[0].index].device
 
@@ -114,9 +156,8 @@ def _check_rows(trace: Trace, results: list[Node], selected: list[Node], leaves:
     for node in results:
         if node.shape[0] != count:
             raise ShapeError(f"for {count} samples, it returns {node.shape[0]} rows")
-        before, after = (values[node].float().flatten(1)[[0, *rows[2:]]] for values in runs)
-        if changes(before, after, 1e-3).any():
-            raise ShapeError("one of them changes the result of others")
+    pairs = [[values[node].float().flatten(1)[[0, *rows[2:]]] for values in runs] for node in results]
+    return any(bool(changes(before, after, 1e-3).any()) for before, after in pairs)
 
 
 def _is_part_of(node: Node, wholes: list[Node]) -> bool:

@@ -298,7 +298,7 @@ CHECK = "compiled_code_equals_eager_code"
 @pytest.mark.parametrize("name", EVERY)
 def test_compiled_code_equals_eager_code(name: str) -> None:
     checks = dict(regularizer_checks(EVERY[name].regularizer, EVERY[name].example))
-    if name == "torch.nn.Dropout2d":  # breaks the graph
+    if name in ("torch.nn.Dropout2d", "LayerDrop"):  # breaks the graph
         assert CHECK not in checks
     else:
         checks[CHECK]()

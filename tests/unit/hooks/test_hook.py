@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import Dropout, DropPath, LayerDrop, NEFTune, Regularizer, ShapeError, find, inject, without_hooks
-from hookdrop.hooks.branch_hooks import SkipHook
+from hookdrop.hooks.skip_hook import SkipHook
 from hookdrop.recipes.base import Recipe, RecipeSite
 from hookdrop.regularizers.samples import SampleRows
 from tests.support.leaks import entries

@@ -263,7 +263,7 @@ class TestInputOfASkippedLayer:
     def test_is_the_argument_to_which_the_branches_are_added(self) -> None:
         model, memory, x = stack(decoder_layer), torch.randn(2, 3, 4), torch.randn(2, 3, 4)
         drop = inject(model, LayerDrop(0.999999), layers="layers.*", example_input=(memory, x))
-        assert {site.regularizer for site in drop.sites} == {"LayerDrop(p=0.999999, argument='x')"}
+        assert {site.regularizer for site in drop.sites} == {"LayerDrop(p=0.999999, mode='batch', argument='x')"}
         assert torch.equal(model(memory, x), x)
 
     def test_is_unknown_without_an_example_and_can_be_named(self) -> None:
@@ -324,12 +324,13 @@ class TestLayerThatWritesInPlace:
             assert all(torch.equal(run(X), model[0](X)) for _ in range(3))
         assert drop.probe(X).dropped == pytest.approx(1.0)
 
+    @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler reads it
     @pytest.mark.parametrize("how", ["eager", "compiled", "checkpoint"])
     def test_has_the_gradients_of_one_of_the_choices(self, how: str) -> None:
         model, seen = nn.Sequential(nn.Linear(4, 4), toy(write_in_place, fc=nn.Linear(4, 4))), set()
         clean = copy.deepcopy(model)
         inject(model, LayerDrop(0.5), layers="1")
-        run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
+        run: Any = torch.compile(model, backend="aot_eager") if how == "compiled" else model
         if how == "checkpoint":
             run = lambda x: checkpoint(lambda h: model[1](h.clone()), model[0](x), use_reentrant=False)
         for _ in range(16):
@@ -340,15 +341,12 @@ class TestLayerThatWritesInPlace:
             seen.add(tuple(torch.allclose(grads[0], one) for one in grads[1:]))
         assert seen == {(True, False), (False, True)}
 
-    def test_only_in_a_later_call_raises_once(self) -> None:
+    def test_only_in_a_later_call(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), toy(write_in_place, fc=nn.Linear(4, 4)))
         inject(model, LayerDrop(0.999999), layers="1")
-        model[1].fc.bias.requires_grad = False
-        model(X)
-        model[1].fc.bias.requires_grad = True
-        with pytest.raises(InjectionError, match="wrote to 'x' in place, unlike the calls before it"):
-            model(X)
-        assert torch.equal(model(X), model[0](X))
+        for writes in (False, True):
+            model[1].fc.bias.requires_grad = writes
+            assert torch.equal(model(X), model[0](X))
 
 
 def test_a_residual_branch_is_refused() -> None:
