@@ -202,7 +202,8 @@ class RowsHook(SiteHook):
             self.state.warn_once(
                 "all samples",
                 f"{self.where}: the branch {why}, so it runs on all samples, and saves no time there.\n"
-                '  use mode="row"; or hook a module that returns one tensor and begins without inplace=True\n'
+                '  use mode="row", which runs the branch on all samples; or hook a module that returns one tensor and '
+                "begins without inplace=True\n"
                 '  in transformers, attn_implementation="sdpa" returns no weights',
             )
         elif call.runs_on is not None and len(tensors(output)) != subset.outputs:

@@ -168,7 +168,7 @@ class DropPath(DropRegularizer):
         if self.mode != "subset":
             return f"N={shape[0]}"
         kept = _kept(shape[0], self.p)
-        return f"N={shape[0]}, runs on {kept} (p={1 - kept / max(shape[0], 1):.3g})"
+        return f"N={shape[0]}, keeps {kept} (p={1 - kept / max(shape[0], 1):.3g})"
 
     @property
     def independent_samples(self) -> bool:

@@ -7,6 +7,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -62,15 +63,15 @@ def find_draws(
         return _Run(model, example, training, *settings, **more)
 
     with forked_rng(model):
-        base = run()
         # Random numbers in place of weights that are 0 show more, but may hide a choice between nearly equal numbers.
-        bases = {True: base, False: run(random_weights=False)} if base.mode.drawn else {}
+        unchanged = cache(lambda random_weights: run(random_weights=random_weights))
+        base = unchanged(True)
         for line, ran in base.mode.drawn.items():
             names = [modules[one] for one in ran if one in modules]
             if names and {(name, line.function) for name in names} <= {*known}:
                 continue
-            tries = ((other, choose) for other in bases for choose in (min, max, *_OTHERS))
-            if any(run(line, choose, random_weights=other).differs(bases[other]) for other, choose in tries):
+            tries = ((random_weights, choose) for random_weights in (True, False) for choose in (min, max, *_OTHERS))
+            if any(run(line, choose, random_weights=one).differs(unchanged(one)) for one, choose in tries):
                 found[line] = names
         if base.draws_elsewhere:
             others = (run(None, min, seed) for seed in range(1, 5))

@@ -154,9 +154,9 @@ class TestSubset:
     def test_plan_shows_the_actual_rate_of_each_site(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         shown = plan(model, DropPath(0.5, mode="subset"), layers="*", p_scale="depth", example_input=X)
-        assert [site.reading for site in shown.sites] == ["N=8, runs on 6 (p=0.25)", "N=8, runs on 4 (p=0.5)"]
+        assert [site.reading for site in shown.sites] == ["N=8, keeps 6 (p=0.25)", "N=8, keeps 4 (p=0.5)"]
         shown = plan(model, DropPath(0.5, mode="subset"), layers="1", example_input=X[:1])
-        assert shown.sites[0].reading == "N=1, runs on 1 (p=0)"
+        assert shown.sites[0].reading == "N=1, keeps 1 (p=0)"
 
     def test_a_cache_of_keys_raises(self) -> None:
         model = on_subset()

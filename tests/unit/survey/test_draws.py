@@ -61,6 +61,20 @@ def test_line_and_module_of_each_draw_that_changes_the_output(name: str) -> None
     assert len(found) == (0 if name in NOTHING else 2 if name == "two" else 1)
 
 
+def test_a_choice_between_equal_numbers_is_found_though_other_weights_would_decide_it() -> None:
+    """As the experts that PhiMoE draws."""
+
+    def choose(m: Any, x: torch.Tensor) -> torch.Tensor:
+        scores = 1e6 * m.router(x)
+        return x * (1 + (scores - torch.empty_like(scores).exponential_().log()).argmax(-1, keepdim=True))
+
+    router = nn.Linear(8, 4)
+    nn.init.zeros_(router.weight), nn.init.zeros_(router.bias)
+    model = nn.Sequential(nn.Linear(8, 8), toy(choose, router=router))
+    found, _ = find_draws(model, X, True)
+    assert [line.function for line in found] == ["exponential"]
+
+
 def test_draws_of_modules_are_named_at_the_line_that_calls_them() -> None:
     model = nn.Sequential(nn.Dropout(0.5), toy(lambda m, x: m.drop(x), drop=nn.Dropout(0.5)), nn.Dropout(0.0))
     found, forwards = find_draws(model, X, True)
