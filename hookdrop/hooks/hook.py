@@ -240,26 +240,26 @@ class SiteHook(PlacedHook):
 
     def edit(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to the site's tensor in `value`, and add the site to errors."""
-        return self.explained(self.map, module, value, fn)
-
-    def explained(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function, and add the site to errors."""
         try:
-            return function(*args)
+            return self.map(module, value, fn)
         except ShapeError as error:
             error.args = (f"{self.where}{' ' if str(error).startswith('got ') else ': '}{error}",)
             raise
         except Exception as error:
             if is_compiling():  # the compiler cannot trace the next lines, and would hide the error
                 raise
-            if "randomness error mode" in str(error):
-                raise InjectionError(
-                    f"{self.where} draws random numbers, which torch.func.vmap does not allow by default.\n"
-                    '  vmap(..., randomness="different")   Opacus\' functorch sampler runs layers with weights again, '
-                    "without their masks: hook a layer without weights"
-                ) from error
-            error.add_note(f"in hookdrop's {self.where}")
+            self.explain(error)
             raise
+
+    def explain(self, error: Exception) -> None:
+        """Add the site to an error, or raise another one that says what to do."""
+        if "randomness error mode" in str(error):
+            raise InjectionError(
+                f"{self.where} draws random numbers, which torch.func.vmap does not allow by default.\n"
+                '  vmap(..., randomness="different")   Opacus\' functorch sampler runs layers with weights again, '
+                "without their masks: hook a layer without weights"
+            ) from error
+        error.add_note(f"in hookdrop's {self.where}")
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to the site's tensor in `value`, with what the regularizer needs besides."""

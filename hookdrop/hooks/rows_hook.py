@@ -194,7 +194,11 @@ class RowsHook(SiteHook):
             is_argument = new is not old and (new.is_inference() or not version_of(new))
             return old if is_argument else leaf  # one that the layer wrote to is its result
 
-        return self.explained(map_tensor, map_leaves(output, restored), self.tensor, finish)
+        try:
+            return map_tensor(map_leaves(output, restored), self.tensor, finish)
+        except Exception as error:
+            self.explain(error)
+            raise
 
     def _check(self, call: _Call, subset: Subset, output: Any) -> None:
         if call.runs_on is None and not self.returns_input:

@@ -160,7 +160,8 @@ def _site(
         reading = check_parameters(regularizer, layer.module, tensor, layer.name)
     regularizer = regularizer.for_layer(root, layer.name, place, survey)
     site = PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, place, reading=reading)
-    site.runs = "" if survey is None else regularizer.runs_on(survey, layer.name, tensor)
+    if survey is not None and "rows" in regularizer.needs:
+        site.runs = cast(Any, regularizer).runs_on(survey, layer.name, tensor)
     return site
 
 

@@ -107,7 +107,7 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     * `"attention_mask"`: that of the innermost module around the layer that takes one, or None;
     * `"start"`: the value that the parameter had at the injection, for `at="parameters"`;
     * `"samples"`: the `SampleRows` of the tensor, according to the attribute `samples`;
-    * `"rows"`: the samples that a branch ran on, which `select_rows(x, p)` chooses.
+    * `"rows"`: the samples that a layer ran on, which `select_rows(x, p)` draws; `runs_on` says in a plan which it can.
     """
 
     samples: SamplePlace | None = None
@@ -158,10 +158,6 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
             LayerError: it does not support the layer.
         """
         return self
-
-    def runs_on(self, survey: Any, name: str, tensor: int | str | None = None) -> str:
-        """Return on which samples the layer runs, for those that need `"rows"`; `plan` shows it."""
-        return ""
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise `ShapeError` if it cannot regularize a tensor of this shape."""

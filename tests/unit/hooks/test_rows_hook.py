@@ -180,6 +180,16 @@ def test_the_layer_runs_as_often_as_the_model_runs_it(mode: str) -> None:
         assert type(losses[-1]) is Tensor
 
 
+def test_sites_inside_the_layer_do_not_take_the_kept_samples_for_another_batch() -> None:
+    """No guard warns that the rows of two sites differ."""
+    hooked = model(lambda m, x: x + m.fc(x))
+    inject(hooked, LayerDrop(0.7), layers="layers.*")
+    inside = inject(hooked, hookdrop.DropPath(0.3), layers="layers.*.fc")
+    for _ in range(30):
+        hooked(X)
+    assert inside.check() == []
+
+
 def test_the_recipe_has_the_mode() -> None:
     blocks = model(lambda m, x: x + m.fc(x))
     drop = inject(blocks, layer_drop(0.5, mode="row"), example_input=X)
