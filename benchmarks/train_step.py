@@ -117,7 +117,7 @@ def skip(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def saved(job: Callable[[], None], calls: int = 20) -> float:
+def saved(job: Callable[[], None], calls: int = 8) -> float:
     """Return the bytes saved for backward: the mean over calls, because it depends on what is skipped."""
     return sum(sum(saved_storages(job).values()) for _ in range(calls)) / calls
 
