@@ -42,7 +42,7 @@ def model(forward: Any = layer, layers: int = 4) -> Any:
 
 
 def written_out(m: Any, x: Tensor, p: float, mode: str, bias: Tensor | None = None) -> Tensor:
-    """The same loop over layers, which skips them by itself."""
+    """The same model with a loop that skips layers, written by hand."""
     for one in m.layers:
         kept = (torch.rand(len(x) if mode == "row" else 1) >= p).expand(len(x))
         if kept.any():
@@ -62,12 +62,12 @@ def test_equals_a_loop_that_skips_layers(mode: str, bias: Tensor | None, checkpo
     for seed in range(6):
         x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
         torch.manual_seed(seed)
+        found: Any = x
         if checkpointed is None:
             found = hooked(x, *more)
         else:
-            found = x
             for one in hooked.layers:
-                found = checkpoint(one, found, *more, use_reentrant=checkpointed)  # type: ignore[assignment]
+                found = checkpoint(one, found, *more, use_reentrant=checkpointed)
         torch.manual_seed(seed)
         expected = written_out(twin, y, 0.5, mode, bias)
         assert torch.equal(found, expected)
