@@ -81,6 +81,15 @@ def test_costs_are_those_of_the_committed_steps(name: str) -> None:
     assert ROWS[name][4:6] == [f"{COSTS[name][kind]:.2f}" for kind in ("time", "memory")]
 
 
+@pytest.mark.parametrize(
+    ("name", "variant"), [("LayerDrop", "LayerDrop 50 %, row"), ("DropPath", "DropPath 40 %, subset")]
+)
+def test_times_saved_are_those_of_the_committed_steps(name: str, variant: str) -> None:
+    results = ROOT / "benchmarks" / "results" / "amd-epyc-2-threads" / "skip_step.json"
+    (vit, *_) = json.loads(results.read_text())["skip"].values()
+    assert ROWS[name][6].split(": ")[-1] == f"{vit['ratios'][f'{variant} / no dropping']['median']:.2f}"
+
+
 def test_the_readme_links_the_first_eight_methods() -> None:
     methods = (ROOT / "README.md").read_text().partition("28 methods")[2]
     assert re.findall(r"\[(\w+)\]\(docs/methods", methods) == list(ROWS)[:8]
@@ -91,7 +100,7 @@ def test_the_readme_links_the_first_eight_methods() -> None:
 )
 def test_samples_are_independent_as_stated(text: str) -> None:
     row = ROWS[text.partition("(")[0]]
-    assert (row[7] == "yes") is bool(parse(text).independent_samples)
+    assert (row[8] == "yes") is bool(parse(text).independent_samples)
     rate = type(parse(text)).rate
     assert rate
     assert row[3].startswith(f"`{rate.attribute}`")
