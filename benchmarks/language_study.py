@@ -18,9 +18,10 @@ from joblib import Parallel, delayed
 from comparison.engines.store import replace_file
 from language import corpus, report
 from language.arms import ARMS, CONFIG, MODELS, NONE, Arm
-from language.training import Run, execute
+from language.training import Run, costs, execute
 
 SEEDS = range(CONFIG["seeds"])
+FIRST = ("lstm", "decoder")
 TUNING_SEED, OTHER_SEEDS = 1_000_000, 2_000_000
 Tuned = Mapping[tuple[str, str], tuple[float, float]]
 """By model and arm: the factor of the rates and the weight decay."""
@@ -31,26 +32,42 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/language"), help="folder of the runs and the report")
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each (default: 2)")
-    parser.add_argument("--only-tuning", action="store_true", help="stop before the first final run")
+    parser.add_argument("--models", nargs="+", default=FIRST, choices=[*MODELS], help="(default: lstm decoder)")
+    parser.add_argument("--only-tuning", action="store_true", help="measure costs and tune, without any final run")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    study = Study(corpus.load(), args.out, args.workers)
-    tuned = study.tune()
+    study = Study(corpus.load(), args.out, args.workers, args.models)
+    spent, tuned = study.costs(), study.tune()
     if args.only_tuning:
         return 0
-    return report.write(study.final(tuned), tuned, args.out)
+    return report.write(study.final(tuned), tuned, spent, args.out)
 
 
 class Study:
-    """The runs of all arms, each of which is a file in a folder."""
+    """The runs of all arms of some models, each of which is a file in a folder."""
 
-    def __init__(self, text: corpus.Corpus, out: Path, workers: int) -> None:
+    def __init__(self, text: corpus.Corpus, out: Path, workers: int, models: Sequence[str] = FIRST) -> None:
         self.text, self.out, self.workers = text, out, workers
+        self.arms = [arm for arm in ARMS if arm.family in models]
+
+    def costs(self, rounds: int = 61) -> Any:
+        """The time and the operations of a step of each tuned arm, in turn and alone on the machine."""
+        path = self.out / "costs.json"
+        if not path.exists():
+            torch.set_num_threads(1)
+            grids: dict[str, list[Run]] = {}
+            for arm in self.arms:
+                if arm.values or arm.name == NONE:
+                    value = (*arm.values, 0.0)[len(arm.values) // 2]
+                    grids.setdefault(arm.family, []).append(self._run(arm, value, 0.1, TUNING_SEED))
+            found = {model: costs(runs, self.text, rounds) for model, runs in grids.items()}
+            replace_file(path, json.dumps(found, indent=1).encode())
+        return json.loads(path.read_text())
 
     def tune(self) -> Tuned:
         """Train each point of each arm's grid with one seed, and choose the lowest validation loss."""
         grids: dict[tuple[str, str], list[Run]] = {}
-        for arm in ARMS:
+        for arm in self.arms:
             values, decays = (arm.values, "weight_decay") if arm.name != NONE else ([0.0], "weight_decay_none")
             points = itertools.product(values, MODELS[arm.family][decays])
             if found := [self._run(arm, *point, TUNING_SEED) for point in points]:
@@ -63,7 +80,7 @@ class Study:
     def final(self, tuned: Tuned) -> report.Records:
         """Train all arms and the two controls, seed by seed, so that an interrupted study has complete pairs."""
         runs: dict[tuple[str, str, int], Run] = {}
-        for seed, arm in itertools.product(SEEDS, ARMS):
+        for seed, arm in itertools.product(SEEDS, self.arms):
             value, decay = tuned[arm.family, arm.like or arm.name]
             runs[arm.family, arm.name, seed] = self._run(arm, value, decay, seed)
             if arm.name == NONE:

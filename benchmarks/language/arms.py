@@ -24,6 +24,7 @@ class Arm:
     values: Sequence[float] = ()  # tuned together with the weight decay; empty for an arm that takes those of `like`
     like: str = ""
     ramp: bool = False
+    steps: float = 1.0  # times those of the other arms: more where each takes less time
 
     @property
     def family(self) -> str:
@@ -45,4 +46,8 @@ class Arm:
         return found
 
 
-ARMS = [Arm(**one) for one in CONFIG["arms"]]
+ARMS = [
+    Arm(**{**one, "model": model})
+    for one in CONFIG["arms"]
+    for model in (one["model"] if isinstance(one["model"], list) else [one["model"]])
+]

@@ -47,11 +47,11 @@ class StackedLstm(Lstm):
 class Decoder(nn.Module):
     """LLaMA's architecture from transformers; each window is a sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        self.llama = LlamaForCausalLM(LlamaConfig(**MODELS["decoder"]["config"]))
+        self.llama = LlamaForCausalLM(LlamaConfig(**MODELS[name]["config"]))
 
     def forward(self, x_BT: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """The logits of the next tokens; there is no state."""
@@ -61,4 +61,4 @@ class Decoder(nn.Module):
 def build(name: str, p: float) -> nn.Module:
     """A model with weights drawn from the global generator; `p` is for the peers."""
     peers = {"written_in": Lstm, "stacked": StackedLstm}
-    return peers[name](p) if name in peers else Decoder() if name == "decoder" else Lstm()
+    return peers[name](p) if name in peers else Decoder(name) if "config" in MODELS[name] else Lstm()

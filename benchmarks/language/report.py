@@ -18,6 +18,7 @@ from comparison.analysis.schema import LEVEL, Difference
 from comparison.engines.store import replace_file
 from comparison.report import figures, page
 from language.arms import MODELS, NONE
+from language.training import EVERY
 
 ZERO, OTHER = "p = 0 injected", "none with other seeds"
 SMALLEST = 0.02
@@ -26,7 +27,7 @@ Records = Mapping[tuple[str, str, int], Mapping[str, Any]]
 """By model, arm and seed of the pair."""
 
 
-def write(records: Records, tuned: Mapping[tuple[str, str], tuple[float, float]], out: Path) -> int:
+def write(records: Records, tuned: Mapping[tuple[str, str], tuple[float, float]], costs: Any, out: Path) -> int:
     """Write both files. Return 1 if a control does not hold."""
     pairs = dict.fromkeys((model, test) for (model, _, _), record in records.items() for test in record["paragraphs"])
     cells = [_cell(records, *pair) for pair in pairs]
@@ -36,6 +37,7 @@ def write(records: Records, tuned: Mapping[tuple[str, str], tuple[float, float]]
         **{name: first[name] for name in ("words", "removed", "environment")},
         "corpus": first["run"]["corpus"],
         "tuned": {f"{model}: {arm}": settings for (model, arm), settings in tuned.items()},
+        "costs": costs,
         "controls": {model: _controls(records, model) for model in dict.fromkeys(model for model, _, _ in records)},
         "cells": cells,
     }
@@ -125,9 +127,9 @@ def _curves(curves: Mapping[str, Any], ident: str) -> Markup:
         figure = Figure(figsize=(9, 5), layout="constrained")
         axes = figure.subplots()
         for number, (name, (train, validation)) in enumerate(curves.items()):
-            every = len(train) // len(validation)
+            measured = [min(EVERY * (i + 1), len(train)) for i in range(len(validation))]
             style: Any = {"color": f"C{number}", "ls": ("-", "--")[number // 10]}
-            axes.plot(range(every, len(train) + 1, every), validation, lw=2, label=name, **style)
+            axes.plot(measured, validation, lw=2, label=name, **style)
             axes.plot(range(1, len(train) + 1), train, lw=0.7, **style)
         axes.set(xlabel="epoch", ylabel="nats per token: validation thick, training thin")
         axes.legend(fontsize=9)

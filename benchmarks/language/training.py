@@ -4,14 +4,17 @@ import hashlib
 import json
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.flop_counter import FlopCounterMode
 
 import hookdrop
 from comparison.run.record import environment
@@ -20,6 +23,7 @@ from language.arms import ARMS, MODELS, Arm
 from language.corpus import Corpus
 from language.models import build
 from models.footprint import digest
+from timing import Quartiles, measure, ratios
 
 BATCH, LENGTH = 20, 35
 EVERY = 2  # epochs between two measurements of the validation loss
@@ -43,37 +47,60 @@ class Run:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
 
 
-def execute(run: Run, text: Corpus) -> dict[str, Any]:
-    """Train for all epochs, and score the weights of the epoch with the lowest validation loss, as for every arm."""
-    clock = time.perf_counter()
+Windows = Sequence[tuple[Tensor, Tensor]]
+
+
+class Training(NamedTuple):
+    """A run before its first step."""
+
+    model: nn.Module
+    windows: Windows  # of one epoch
+    steps: int
+    sites: list[str]
+    train: Callable[[Windows], float]  # one step on each window; returns the mean loss
+
+
+def prepare(run: Run, text: Corpus, steps: int | None = None) -> Training:
+    """Build the model, place the arm's injections and create the optimizer."""
     arm = next(arm for arm in ARMS if (arm.name, arm.model) == (run.arm, run.model))
     order = torch.randperm(len(text.tokens["train"]), generator=generator(run.seed, "order")).tolist()
-    stream = torch.cat([text.tokens["train"][i] for i in order])
-    epochs, rate = MODELS[arm.family]["epochs"], MODELS[arm.family]["lr"]
+    windows = _windows(torch.cat([text.tokens["train"][i] for i in order]))
+    rate = MODELS[arm.family]["lr"]
     torch.manual_seed(seed_of(run.seed, "weights"))
     model = build(run.model, run.value)
-    weights = digest(model.state_dict().values())
-    steps = epochs * len(_windows(stream))
+    steps = steps or round(MODELS[arm.family]["epochs"] * len(windows) * arm.steps)
     drop = inject(arm, run.value, model, steps)
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=run.weight_decay)
     decay = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
     if arm.ramp:
         drop.follow(optimizer)
+    sites = [f"{site.name}: {site.regularizer}" for site in drop.sites]
+    train = partial(_train, model, optimizer, decay, drop if arm.penalizes else None)
+    return Training(model, windows, steps, sites, train)
+
+
+def execute(run: Run, text: Corpus) -> dict[str, Any]:
+    """Train for all epochs, and score the weights of the epoch with the lowest validation loss, as for every arm."""
+    clock = time.perf_counter()
+    model, windows, steps, sites, train = prepare(run, text)
+    weights = digest(model.state_dict().values())
     torch.manual_seed(seed_of(run.seed, "masks"))
     losses: list[float] = []
     validation: dict[int, float] = {}
     best: dict[str, Tensor] = {}
-    for epoch in range(1, epochs + 1):
-        losses.append(_train_epoch(model, stream, optimizer, decay, drop if arm.penalizes else None))
-        if epoch % EVERY == 0:
-            validation[epoch] = _mean(score(model, text.tokens["validation"]))
-            if validation[epoch] == min(validation.values()):
+    for start in range(0, steps, len(windows)):
+        losses.append(train(windows[: steps - start]))
+        if len(losses) % EVERY == 0 or start + len(windows) >= steps:
+            loss = _mean(score(model, text.tokens["validation"]))
+            validation[len(losses)] = loss
+            if loss == min(validation.values()):
                 best = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(best)
     scored = {name: score(model, parts) for name, parts in text.tokens.items() if name not in ("train", "validation")}
     return {
         "run": asdict(run),
-        "sites": [f"{site.name}: {site.regularizer}" for site in drop.sites],
+        "sites": sites,
+        "steps": steps,
         "weights_before": weights,
         "weights_after": digest(best.values()),
         "train_loss": losses,
@@ -84,6 +111,22 @@ def execute(run: Run, text: Corpus) -> dict[str, Any]:
         "removed": text.removed,
         "environment": environment(),
         "seconds": time.perf_counter() - clock,
+    }
+
+
+def costs(runs: Sequence[Run], text: Corpus, rounds: int) -> dict[str, dict[str, float]]:
+    """The time of a training step, in turn, and its floating-point operations, divided by those of the first run."""
+    made = {run.arm: prepare(run, text, steps=10_000) for run in runs}
+    jobs = {name: partial(one.train, one.windows[:5]) for name, one in made.items()}
+    samples, (first, *_) = measure(jobs, rounds), made
+    operations = {}
+    for name, one in made.items():
+        with FlopCounterMode(display=False) as counter:
+            one.train(one.windows)
+        operations[name] = counter.get_total_flops()
+    return {
+        name: {**Quartiles.of(ratios(samples, name, first))._asdict(), "flops": operations[name] / operations[first]}
+        for name in made
     }
 
 
@@ -123,10 +166,10 @@ def inject(arm: Arm, value: float, model: nn.Module, steps: int) -> hookdrop.Inj
     return hookdrop.find(model)
 
 
-def _train_epoch(model: nn.Module, stream: Tensor, optimizer: Any, decay: Any, penalized: Any) -> float:
+def _train(model: nn.Module, optimizer: Any, decay: Any, penalized: Any, windows: Windows) -> float:
     model.train()
     state, losses = None, []
-    for x_BT, y_BT in _windows(stream):
+    for x_BT, y_BT in windows:
         logits_BTV, state = model(x_BT, state)
         if state is not None:
             state = [tuple(part.detach() for part in layer) for layer in state]

@@ -77,9 +77,12 @@ def test_study_trains_reports_resumes(text: corpus.Corpus, tmp_path: Path, monke
         monkeypatch.setitem(arms.MODELS, name, settings | quick)
     monkeypatch.setattr(language_study, "SEEDS", range(2))
     study = language_study.Study(text, tmp_path, workers=1)
-    tuned = study.tune()
+    spent, tuned = study.costs(rounds=2), study.tune()
+    assert all(
+        costs[arms.NONE]["flops"] == 1 and min(one["low"] for one in costs.values()) > 0 for costs in spent.values()
+    )
     records = study.final(tuned)
-    assert report.write(records, tuned, tmp_path) == 0
+    assert report.write(records, tuned, spent, tmp_path) == 0
     page = (tmp_path / "report.html").read_text()
     assert page.count("AR + TAR − LockedDropout") == 2, "on both test sets"
     assert page.count("bit-identical to none in 2 of 2 seeds") == 2
