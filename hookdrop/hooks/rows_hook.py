@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hookdrop.hooks.call_context import CallValue, partial_calls, refuse_cache
+from hookdrop.hooks.call_context import CallValue, has_ended, partial_calls, refuse_cache
 from hookdrop.hooks.compiling import graph_break
 from hookdrop.hooks.hook import CurrentRate, SiteHook
 from hookdrop.hooks.registry import hooks_removed
@@ -22,6 +23,7 @@ from hookdrop.utils.tensor_tree import (
     describe,
     first_tensor,
     fits,
+    leaves,
     map_leaves,
     map_tensor,
     tensors,
@@ -31,6 +33,9 @@ from hookdrop.utils.torch_internals import functorch_stack, is_fake, version_of
 
 if TYPE_CHECKING:
     from hookdrop.survey.subsets import Subset
+
+
+MOST_KINDS = 64  # of the calls of a layer whose needs are remembered
 
 
 class _Call(NamedTuple):
@@ -48,6 +53,7 @@ class _Call(NamedTuple):
     originals: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({})
     inputs: Sequence[tuple[str, Tensor, Tensor]] = ()
     """What a dropped sample may return instead: the name of the argument, the tensor, and what holds its values."""
+    frame: FrameType | None = None  # what runs the layer, in eager code
 
 
 class RowsHook(SiteHook):
@@ -81,9 +87,17 @@ class RowsHook(SiteHook):
     # --- before the layer
 
     def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        if not is_compiling():
-            self._end()  # left by a compiled layer that raised an error
-        return super().__call__(module, args, *rest)
+        if is_compiling():
+            return super().__call__(module, args, *rest)
+        if (outer := self.current.value) is not None and outer.frame is not None and not has_ended(outer.frame):
+            raise InjectionError(
+                f"{self.where}: the layer calls itself, and would skip samples of samples.\n  hook a layer inside it."
+            )
+        self._end()  # left by a compiled layer that raised an error
+        value = super().__call__(module, args, *rest)
+        if self.current.stack:
+            self.current.replace(self.current.value._replace(frame=sys._getframe(1)))
+        return value
 
     def _call(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
         self._end()  # the same, below a graph break
@@ -147,19 +161,16 @@ class RowsHook(SiteHook):
         """Return what the layer needs in calls of this kind; in the first one, a run without values shows it."""
         from hookdrop.survey.subsets import find_subset  # only this needs it
 
-        kind: list[Any] = []
-
-        def note(leaf: Any) -> Any:
+        def kind(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 size = len(leaf) if leaf.dim() else 0
-                kind.append((leaf.dim(), leaf.dtype, size == len(x), size == 1))
-            else:
-                kind.append(leaf if isinstance(leaf, bool | str) else type(leaf))
-            return leaf
+                return leaf.dim(), leaf.dtype, size == len(x), size == 1
+            return leaf if isinstance(leaf, bool | str | int | float) else type(leaf)
 
-        map_leaves(value, note)
-        key = tuple(kind)
+        key = tuple([(path, kind(leaf)) for path, leaf in leaves(bind_arguments(module, *value))])
         if key not in self.subsets:
+            if len(self.subsets) >= MOST_KINDS:  # a number that changes in each call
+                self.subsets.pop(next(iter(self.subsets)))
             with ExitStack() as stack:
                 for part in module.children():
                     stack.enter_context(hooks_removed(part))
@@ -182,6 +193,14 @@ class RowsHook(SiteHook):
             self._check(call, call.subset, output)
 
         def finish(y: Tensor) -> Tensor:
+            drawn = None if call.runs_on is not None else call.rows
+            alone = drawn is not None and (len(drawn) or self.regularizer.independent_samples)
+            if alone and len(y) != call.samples:
+                raise InjectionError(
+                    f"{self.where}: the layer returns {len(y)} rows, but the first tensor that it gets has "
+                    f"{call.samples}, so the samples are unknown.\n"
+                    "  find them by running the model: inject(..., example_input=x)"
+                )
             if call.runs_on is not None and len(y) != call.samples:
                 shape, is_dense = (call.samples, *y.shape[1:]), y.stride(0) * len(y) == y.numel()
                 zeros = y.new_empty_strided(shape, y.stride()).zero_() if is_dense else y.new_zeros(shape)
@@ -212,8 +231,8 @@ class RowsHook(SiteHook):
             )
         elif call.runs_on is not None and len(tensors(output)) != subset.outputs:
             raise InjectionError(
-                f"{self.where}: the layer returns {describe(output)}, but {subset.outputs} tensors in eval mode, so "
-                "it is unknown what depends on the samples.\n"
+                f"{self.where}: the layer returns {describe(output)}, but {subset.outputs} tensors in a run without "
+                "values and gradients, so it is unknown what depends on the samples.\n"
                 '  drop what the branches add, which all samples run through: DropPath(p=..., mode="row")'
             )
 
@@ -224,11 +243,11 @@ class RowsHook(SiteHook):
         others = [z for z in tensors(output) if call.runs_on is None and fits(z) and id(z) not in given]
         found = [one for one in call.inputs if any(one[1].shape == z.shape for z in (y, *others))]
         if len(found) > 1:
-            names = some(list(dict.fromkeys(name for name, *_ in found)))
+            several = list(dict.fromkeys(name for name, *_ in found))
             raise InjectionError(
-                f"{self.where}: it is unknown which argument a skipped layer returns: {names} have the shape of an "
-                "output.\n"
+                f"{self.where}: it is unknown which argument a skipped layer returns: {some(several)} have the shape "
+                "of an output.\n"
                 "  find it by running the model: inject(..., example_input=x)\n"
-                f"  or name it: {self.regularizer.title}(..., argument={found[-1][0]!r})"
+                f"  or name it: {self.regularizer.title}(..., argument={' or '.join(map(repr, several))})"
             )
         return (found or call.inputs)[0][2]

@@ -384,6 +384,13 @@ def _replaced(planned: Plan) -> tuple[list[RateSink], list[RateSink]]:
             f"this model already has an injection named {planned.name!r}.\n"
             f"  choose another name: inject(..., name={_free_name(planned)!r})"
         )
+    skipping = {site.module for site in planned.sites if "rows" in getattr(site.regularizer, "needs", ())}
+    for module, sink in everything:
+        if module in skipping and isinstance(sink, SiteHook) and "rows" in sink.regularizer.needs:
+            raise InjectionError(
+                f"{sink.where} skips samples of this layer already, and a part of a part cannot be put back.\n"
+                "  use one of them, or hook another layer"
+            )
     return [], []
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ def find_subset(
     """Return what a branch needs in calls such as the one with the arguments `value`, without calling it.
 
     `tensor` is that of `inject`: which tensor in the output is the result. `writes` is whether the branch may write to
-    its arguments, because nothing else reads them.
+    `x`, because nothing else reads it.
     """
     if norms := [name for name, module in branch.named_modules() if isinstance(module, BatchNorm)]:
         return Subset(obstacle=f"has a batch norm ({norms[0]})" if norms[0] else "is a batch norm")
@@ -75,7 +76,13 @@ def find_subset(
             # A cast of a weight without gradients must not serve a later forward.
             torch.set_autocast_cache_enabled(False)
             with forked_rng(branch), torch.no_grad():
-                found = _run(twin, with_rows(value, arguments, rows)[0], arguments, len(rows), tensor, writes)
+                some = with_rows(value, arguments, rows)[0]
+                own = frozenset(mine) if writes else frozenset[int]()
+                found = _run(twin, some, arguments, len(rows), tensor, own)
+                if not found.mixes and not found.obstacle:
+                    # What mixes samples in training mode only, such as statistics of a batch.
+                    with suppress(Exception):  # it does not run without values there
+                        found = _run(twin, some, arguments, len(rows), tensor, own, training=True)
             if not found.mixes:
                 return found
             mixed = mixed or found
@@ -114,9 +121,15 @@ def _without_hooks(branch: nn.Module) -> nn.Module:
 
 
 def _run(
-    branch: nn.Module, value: Any, arguments: frozenset[int], count: int, tensor: TensorKey, writes: bool
+    branch: nn.Module,
+    value: Any,
+    arguments: frozenset[int],
+    count: int,
+    tensor: TensorKey,
+    written: frozenset[int],
+    training: bool = False,
 ) -> Subset:
-    trace = record(branch, Arguments(*value))
+    trace = record(branch, Arguments(*value), training=training)
     weights = [*branch.parameters(), *branch.buffers()]
     leaves = [*weights, *tensors(value)]  # the indices of nodes begin with these
     inputs = [node for node in trace.calls[0].inputs if node.leaf == "input"]
@@ -136,8 +149,11 @@ def _run(
     depends = trace.reached(selected)
     others = [node for node in meta if node not in (*chosen, *inputs) and (node in depends or count in node.shape)]
     obstacle = f"also returns {', '.join(describe(meta[node]) for node in others)}, which depends on the samples"
-    if not writes and any(op.is_in_place and _is_part_of(op.inputs[0], selected) for op in trace.ops):
-        return Subset(obstacle="changes its input in place")
+    changed = [_whole(op.inputs[0]) for op in trace.ops if op.is_in_place]
+    if any(node in selected and node.index - len(weights) not in written for node in changed):
+        return Subset(obstacle="changes an argument in place")
+    if any(node.leaf == "weight" for node in changed):
+        return Subset(obstacle="changes a parameter or a buffer, such as statistics of a batch")
     why = "cannot run on some of the samples (one of them changes the result of others)"
     return Subset(arguments, len(tensors(output)), obstacle if others else "", why if mixes else "")
 
@@ -146,13 +162,25 @@ def _mix(trace: Trace, results: list[Node], selected: list[Node], leaves: list[T
     """Whether one of `count` rows of the selected arguments changes another row of the results."""
     ops = [op for op in trace.ops if any(trace.leads(node, y) or node is y for node in op.outputs for y in results)]
     given, device = {node: leaves[node.index] for node in selected}, leaves[selected[0].index].device
+    others, generator = dict[Node, Tensor](), torch.Generator().manual_seed(0)
 
     def other(node: Node) -> Tensor:
-        constant = node.leaf == "constant"
-        return torch.zeros(node.shape, dtype=node.dtype, device=device) if constant else leaves[node.index]
+        if node not in others:
+            constant = node.leaf == "constant"
+            x = torch.zeros(node.shape, dtype=node.dtype, device=device) if constant else leaves[node.index]
+            # A factor of 0, such as a gate before its first update, would hide what it lets pass later.
+            plain = type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.numel()
+            hides = plain and node.leaf != "input" and not bool(x.detach().abs().amax() > 1e-3)
+            random = (torch.rand(x.shape, generator=generator) + 0.5) * max(x.numel(), 1) ** -0.25
+            others[node] = random.to(x) if hides else x
+        return others[node]
+
+    def run(values: dict[Node, Tensor]) -> dict[Node, Tensor]:
+        torch.manual_seed(0)  # dropout of the branch draws the same for both
+        return replay(ops, values, other, device)
 
     rows = [0, 0, *range(2, count)]
-    runs = [replay(ops, values, other, device) for values in (given, {node: x[rows] for node, x in given.items()})]
+    runs = [run(values) for values in (given, {node: x[rows] for node, x in given.items()})]
     for node in results:
         if node.shape[0] != count:
             raise ShapeError(f"for {count} samples, it returns {node.shape[0]} rows")
@@ -160,7 +188,8 @@ def _mix(trace: Trace, results: list[Node], selected: list[Node], leaves: list[T
     return any(bool(changes(before, after, 1e-3).any()) for before, after in pairs)
 
 
-def _is_part_of(node: Node, wholes: list[Node]) -> bool:
+def _whole(node: Node) -> Node:
+    """Return the tensor that this one is a part of."""
     while node.op is not None and node.op.name in PARTS:
         node = node.op.inputs[0]
-    return node in wholes
+    return node

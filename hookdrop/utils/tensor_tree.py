@@ -36,7 +36,7 @@ def map_tensor(value: Any, which: TensorKey, fn: TensorFunction) -> Any:
         return _edit(value, (_own_key(value, which),), fn)
     if fits(value):
         return fn(value)
-    paths = [path for path, leaf in _leaves(value) if fits(leaf)][: 1 if which is None else None]
+    paths = [path for path, leaf in leaves(value) if fits(leaf)][: 1 if which is None else None]
     if not paths:
         raise _nothing_fits(value)
     for path in paths:
@@ -82,7 +82,7 @@ _cached_names_of = lru_cache(maxsize=1024)(_names_of)
 
 def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
     """Return `value` with `fn` applied to everything that is not a container. Containers are copied, never modified."""
-    for path, leaf in list(_leaves(value)):
+    for path, leaf in list(leaves(value)):
         if (new := fn(leaf)) is not leaf:
             value = _edit(value, path, lambda _, new=new: new)  # type: ignore[misc]
     return value
@@ -127,7 +127,7 @@ def detached_copy(x: Tensor, to: torch.device | str | None = None) -> Tensor:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    return [leaf for _, leaf in _leaves(value)]
+    return [leaf for _, leaf in leaves(value)]
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -136,7 +136,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 def first_tensor(value: Any) -> Tensor:
     """Return the first tensor in `value` that can be regularized, depth first. Raises `ShapeError` if there is none."""
-    for _, leaf in _leaves(value):
+    for _, leaf in leaves(value):
         if fits(leaf):
             return leaf
     raise _nothing_fits(value)
@@ -144,7 +144,7 @@ def first_tensor(value: Any) -> Tensor:
 
 def container_of(value: Any, x: Tensor) -> Any:
     """Return the innermost container in `value` that holds `x`; `value` itself if there is none."""
-    path = next((path for path, leaf in _leaves(value) if leaf is x), ())
+    path = next((path for path, leaf in leaves(value) if leaf is x), ())
     for key in path[:-1]:
         value = dict(_children(value) or ())[key]
     return value
@@ -167,13 +167,14 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield everything that is not a container, each with the keys that lead to it."""
     children = _children(value)
     if children is None:
         yield path, value
         return
     for key, child in children:
-        yield from _leaves(child, (*path, key))
+        yield from leaves(child, (*path, key))
 
 
 def _own_key(value: Any, which: int | str) -> Any:

@@ -242,8 +242,8 @@ inject(ResNet(), DropPath(p=0.1, mode="subset"), layers="layer1.*")
 run(nn.Sequential(toy(lambda m, x: x - x.mean(0))), DropPath(p=0.5, mode="subset"), torch.rand(4, 8))
 # a branch that returns further rows, on part of the batch
 run(nn.Sequential(nn.LSTM(3, 4, batch_first=True)), DropPath(p=0.5, mode="subset"), torch.rand(4, 5, 3))
-# a branch that returns more in training, on part of the batch
-run(nn.Sequential(toy(lambda m, x: (x, x.mean()) if m.training else x)), DropPath(p=0.5, mode="subset"), torch.rand(4, 8))
+# a branch that returns more with gradients, on part of the batch
+run(nn.Sequential(toy(lambda m, x: (x, x.mean()) if torch.is_grad_enabled() else x)), DropPath(p=0.5, mode="subset"), torch.rand(4, 8))
 # an attention mask that no module takes
 inject(nn.Sequential(nn.Embedding(8, 8)), NEFTune(alpha=5, attention_mask=True), layers="0")
 # a KV cache in training

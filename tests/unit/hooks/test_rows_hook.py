@@ -237,3 +237,78 @@ def test_compiled_code_has_a_graph_before_and_after_the_layer_for_any_number_of_
     assert len(frames) == known
     assert known <= 2 * 3, "for each layer: all samples, some, and one"
     torch.compiler.reset()
+
+
+def masked(m: Any, x: Tensor, **masks: Tensor) -> Tensor:
+    """Attention with a mask of the padding, (N, L), or of the positions, (L, L)."""
+    scores = x @ m.fc(x).mT + sum(mask[:, None] if name == "padding" else mask for name, mask in masks.items())
+    return x + scores.softmax(-1) @ x
+
+
+SQUARE = torch.randn(5, 5, 4)
+SOMETIMES: dict[str, tuple[Any, Any]] = {  # by what makes samples mix: a layer, and the arguments of call i
+    "statistics of a batch in training mode": (
+        lambda m, x: x + m.fc(x - (x.mean((0, 1)) if m.training else 0.0)),
+        lambda m, i: ((X,), {}),
+    ),
+    "a gate that is 0 at first": (
+        lambda m, x: x + m.fc(x) + m.gate * x.mean(0),
+        lambda m, i: (m.gate.data.fill_(float(i > 3)), ((X,), {}))[1],
+    ),
+    "a factor that is an attribute": (lambda m, x: x + m.fc(x) + m.factor * x.mean(0), lambda m, i: ((X,), {})),
+    "a number": (lambda m, x, k=0: x + m.fc(x) + (x.mean(0) if k else 0.0), lambda m, i: ((X, int(i > 3)), {})),
+    "the name of an argument": (masked, lambda m, i: ((SQUARE,), {("padding", "bias")[i % 2]: torch.randn(5, 5)})),
+}
+
+
+@pytest.mark.parametrize("mixes", SOMETIMES)
+def test_kept_samples_are_right_where_samples_mix_only_sometimes(mixes: str) -> None:
+    forward, arguments = SOMETIMES[mixes]
+    one = toy(forward, fc=nn.Linear(4, 4), gate=nn.Parameter(torch.zeros(())), factor=torch.tensor(1.0))
+    clean, hooked = copy.copy(one), toy(lambda m, *args, **kwargs: m.layer(*args, **kwargs), layer=one)
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        setattr(clean, name, type(getattr(one, name))())
+    inject(hooked, LayerDrop(0.5, "row", argument="x"), layers="layer")
+    for i in range(40):
+        args, kwargs = arguments(one, i)
+        found, expected = hooked(*args, **kwargs), clean(*args, **kwargs)
+        kept = (found != args[0]).flatten(1).any(1)
+        torch.testing.assert_close(found[kept], expected[kept])
+
+
+def test_a_layer_that_updates_statistics_runs_on_all_samples() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if m.training:
+            m.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        return x + m.fc(x - m.mean)
+
+    hooked = toy(lambda m, x: m.layers[0](x), layers=nn.ModuleList([toy(forward, fc=nn.Linear(4, 4))]))
+    hooked.layers[0].register_buffer("mean", torch.zeros(4))
+    (site,) = plan(hooked, LayerDrop(0.5), layers="layers.0", example_input=X).sites
+    assert "on all samples: changes a parameter or a buffer" in site.runs
+
+
+def test_writes_to_another_argument_are_kept() -> None:
+    hooked = model(lambda m, x, total: (total.add_(m.fc(x)), x + m.fc(x))[1], layers=1)
+    inject(hooked, LayerDrop(0.5, "row", argument="x"), layers="layers.*")
+    for _ in range(5):
+        hooked(X, total := torch.zeros_like(X))
+        torch.testing.assert_close(total, hooked.layers[0].fc(X))
+
+
+def test_what_cannot_be_skipped_by_rows_is_an_error() -> None:
+    recursive = model(lambda m, x, again=True: m(x + m.fc(x).relu(), False) if again else x, layers=1)
+    inject(recursive, LayerDrop(0.999, "row"), layers="layers.*")
+    with pytest.raises(InjectionError, match="calls itself"):
+        recursive(X)
+    tables = model(lambda m, table, x: x + m.fc(x) * table.mean(0), layers=1)
+    tables.forward = tables.layers[0].forward
+    inject(tables, LayerDrop(0.5, "row"), layers="layers.*")
+    with pytest.raises(InjectionError, match="returns 8 rows, but the first tensor that it gets has 3"):
+        for _ in range(9):
+            tables.layers[0](torch.randn(3, 5, 4), X)
+    twice = model()
+    inject(twice, LayerDrop(0.5), layers="layers.*")
+    with pytest.raises(InjectionError, match="skips samples of this layer already"):
+        inject(twice, LayerDrop(0.5, "row"), layers="layers.0", name="b", on_existing="stack")
+    inject(twice, LayerDrop(0.5, "row"), layers="layers.0", on_existing="replace")
