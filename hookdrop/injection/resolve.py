@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import nn
 
 from hookdrop.guards.plan import plan_warnings
@@ -22,10 +21,9 @@ from hookdrop.utils.errors import InjectionError, LayerError, StateError
 from hookdrop.utils.select import (
     Entry,
     Layer,
-    Selection,
     entry_text,
     excluded_names,
-    has_forward,
+    hookable,
     layers_by_name,
     no_hooks,
     select,
@@ -94,7 +92,11 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
     source = "a key of the mapping" if isinstance(plan.spec.source, Mapping) else "`layers`"
     selection = select(plan.model, layers, plan.spec.exclude, source)
     plan.root, plan.counts, plan.exact = selection.root, selection.counts, selection.exact
-    selected, hidden = _hookable(plan, selection), dict[str, nn.Module]()
+    selected, skipped = hookable(selection)
+    if skipped:
+        modules, names = counted(len(skipped), "module"), some([layer.name for layer in skipped])
+        plan.warnings.append(f"skipped {modules} that the model never calls (containers): {names}.")
+    hidden = dict[str, nn.Module]()
     for layer in selected:
         indices = selection.matched_by[layer.name]
         if len(regularizers) > 1 and len(indices) > 1:
@@ -113,35 +115,6 @@ def _select_layers(plan: Plan, survey: LazySurvey | None) -> list[Entry]:
     if plan.spec.p_scale is not None:
         _scale(plan.sites, rate_factors(selected, plan.spec.p_scale))
     return selection.unmatched_excludes
-
-
-def _hookable(plan: Plan, selection: Selection) -> list[Layer]:
-    """Leave out the layers that the model never calls, such as containers without a forward, with a warning."""
-    called, skipped = list[Layer](), list[Layer]()
-    for layer in selection.layers:
-        kind = type(layer.module)
-        if isinstance(layer.module, torch.jit.ScriptModule):
-            raise InjectionError(
-                f"{layer.name!r} is a ScriptModule, which does not support Python hooks.\n"
-                "  train it unscripted, and script it inside `with hookdrop.without_hooks(model):`."
-            )
-        if "'keras." in str(kind.__mro__):
-            raise InjectionError(
-                f"{layer.name!r} ({kind.__name__}) is a Keras layer.\n"
-                "  Keras never puts its layers in eval mode: a hook would drop in predict() and evaluate() too.\n"
-                "  use a layer such as keras.layers.Dropout, or hook modules inside a keras.layers.TorchModuleWrapper."
-            )
-        (called if has_forward(layer.module) else skipped).append(layer)
-    for layer in skipped:
-        if layer.name in selection.exact or not called:
-            raise LayerError(
-                f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
-                "  its parent only iterates over it or uses its weights: hook the layers inside, or the parent."
-            )
-    if skipped:
-        modules, names = counted(len(skipped), "module"), some([layer.name for layer in skipped])
-        plan.warnings.append(f"skipped {modules} that the model never calls (containers): {names}.")
-    return called
 
 
 def _site(

@@ -121,6 +121,37 @@ def select(model: nn.Module, layers: Entries, exclude: Entries | None = (), sour
     return Selection(everything[0].module, included, selected, counts, matched_by, exact, unmatched)
 
 
+def hookable(selection: Selection) -> tuple[list[Layer], list[Layer]]:
+    """Return the selected layers that the model can call, and the others, such as containers without a forward.
+
+    Raises:
+        LayerError: the model calls none of them, or not one that is named exactly.
+        InjectionError: a layer does not support Python hooks, or has no eval mode.
+    """
+    called, skipped = list[Layer](), list[Layer]()
+    for layer in selection.layers:
+        kind = type(layer.module)
+        if isinstance(layer.module, torch.jit.ScriptModule):
+            raise InjectionError(
+                f"{layer.name!r} is a ScriptModule, which does not support Python hooks.\n"
+                "  train it unscripted, and script it inside `with hookdrop.without_hooks(model):`."
+            )
+        if "'keras." in str(kind.__mro__):
+            raise InjectionError(
+                f"{layer.name!r} ({kind.__name__}) is a Keras layer.\n"
+                "  Keras never puts its layers in eval mode: a hook would drop in predict() and evaluate() too.\n"
+                "  use a layer such as keras.layers.Dropout, or hook modules inside a keras.layers.TorchModuleWrapper."
+            )
+        (called if has_forward(layer.module) else skipped).append(layer)
+    for layer in skipped:
+        if layer.name in selection.exact or not called:
+            raise LayerError(
+                f"{layer.name!r} is a {type(layer.module).__name__}, which is never called: a hook on it never fires.\n"
+                "  its parent only iterates over it or uses its weights: hook the layers inside, or the parent."
+            )
+    return called, skipped
+
+
 def excluded_names(
     everything: list[Layer], exclude: Entries | None, selected: Collection[str]
 ) -> tuple[set[str], list[Entry], list[Entry]]:

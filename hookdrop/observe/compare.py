@@ -1,0 +1,108 @@
+"""Which layers feel a regularizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hookdrop.injection.handle import Injection
+from hookdrop.injection.measurement import why_idle, without_bookkeeping
+from hookdrop.observe.capture import Seen, capture
+from hookdrop.survey.isolation import call, restored_after
+from hookdrop.utils.names import unwrapped
+from hookdrop.utils.select import Entries
+from hookdrop.utils.tables import text_table
+from hookdrop.utils.tensor_tree import first_tensor, map_tensor
+
+KINDS = ("output", "gradient")
+
+
+def mean_square(output: Any) -> Tensor:
+    """Return a loss for `compare` that needs no targets: the mean square of the first tensor."""
+    return first_tensor(output).float().square().mean()
+
+
+def compare(
+    model: nn.Module,
+    x: Any,
+    drop: Injection,
+    layers: Entries = "**",
+    *,
+    exclude: Entries | None = (),
+    loss: Callable[[Any], Tensor] = mean_square,
+) -> Comparison:
+    """Measure how much an injection changes outputs and gradients of each layer, in training mode under one seed.
+
+    The model, its gradients, buffers, modes and random state are restored. If the model also drops by itself, the two
+    runs may draw other masks behind a site, since its draws come first.
+
+    Args:
+        model: the model of the injection.
+        x: its input, as `example_input` of `inject`.
+        drop: the injection, at its current rate.
+        layers, exclude: which layers, as in `inject`.
+        loss: maps the output of the model to a number, for the gradients.
+
+    Returns:
+        The relative differences by layer; `print` it.
+    """
+    inner, runs = unwrapped(model), list[capture]()
+    trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
+    try:
+        inner.requires_grad_(False)  # no gradient of a parameter is computed
+        for context in (nullcontext(), drop.disabled()):
+            with without_bookkeeping(model), restored_after(inner), torch.inference_mode(False), torch.enable_grad():
+                for module in [] if inner.training else inner.modules():
+                    module.training = True
+                with context, _Run(inner, layers, exclude) as seen:
+                    torch.autograd.backward(loss(call(inner, x)))
+            runs.append(seen)
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+    pairs = {name: (runs[0][name], runs[1][name]) for name in runs[0] if name in runs[1]}
+    found = Comparison({name: Difference(*(_relative(kind, *pair) for kind in KINDS)) for name, pair in pairs.items()})
+    if not any(value for difference in found.values() for value in difference):
+        found.note = f"nothing differs: {why_idle(drop._sinks[0])}"
+    return found
+
+
+class Difference(NamedTuple):
+    """How much an injection changes a layer: |with - without| / |without|; None if the shapes differ."""
+
+    output: float | None
+    gradient: float | None
+
+
+class Comparison(dict[str, Difference]):
+    """The differences by layer; `print` it for a table."""
+
+    note = ""
+
+    def __repr__(self) -> str:
+        rows = [(name or "the model", *difference) for name, difference in self.items()]
+        return "\n".join([text_table(("layer", "output", "gradient"), rows), self.note]).rstrip()
+
+
+class _Run(capture):
+    """Captures one run. The first layers get an output that requires gradients, since no parameter does."""
+
+    def __init__(self, model: nn.Module, layers: Entries, exclude: Entries | None) -> None:
+        super().__init__(model, layers, exclude=exclude, what=KINDS)
+
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.chosen(name, output):
+            output = map_tensor(output, None, lambda x: x if x.requires_grad else x.detach().requires_grad_().clone())
+        super()._after(name, module, args, output)
+        return output
+
+
+def _relative(kind: str, one: Seen, other: Seen) -> float | None:
+    a, b = one.tensors[kind].get(0), other.tensors[kind].get(0)
+    if a is None or b is None or a.shape != b.shape:
+        return None
+    return float((a - b).float().norm() / b.float().norm().clamp_min(torch.finfo(torch.float32).tiny))

@@ -1,0 +1,286 @@
+"""Streaming statistics of layers: numbers, no tensors are kept."""
+
+from __future__ import annotations
+
+import math
+import statistics as averages
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizers
+
+from hookdrop.injection.figures import channel_axis, get_figure
+from hookdrop.observe.watch import Receiver, Tensors, Watch
+from hookdrop.survey.isolation import forked_rng
+from hookdrop.utils.select import Entries
+from hookdrop.utils.tables import text_table
+from hookdrop.utils.tensor_tree import TensorKey
+from hookdrop.utils.validation import count, given_channel_axis
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MANY, FAR, LARGE_UPDATE = 0.1, 1e3, 0.1  # what is worth a sentence: of the units, of the median gradient, of a weight
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """What was measured of one layer. None is unknown."""
+
+    samples: int
+    mean: float
+    std: float
+    largest: float  #: The largest absolute value.
+    zeros: float  #: The fraction of elements that are zero.
+    units: int  #: Channels of maps, or features.
+    dead: int  #: Units that were zero for every sample.
+    saturated: int  #: Units of a bounded activation that were within 1 % of a bound for every sample.
+    not_finite: int  #: Elements that are NaN or infinite.
+    gradient: float | None  #: The mean norm of the gradient of the output, times the loss scale of a `GradScaler`.
+    weight_gradient: float | None  #: The norm of the gradient of all parameters inside, in the last measured step.
+    weight: float | None  #: The norm of these parameters.
+    update: float | None  #: The norm of what that step changed.
+
+    @property
+    def badness(self) -> tuple[float, ...]:
+        """What the table is sorted by: first by elements that are not finite, then by dead and saturated units."""
+        return self.not_finite, (self.dead + self.saturated) / max(self.units, 1), -(self.gradient or math.inf)
+
+    def doubts(self, usual: float) -> Iterator[str]:
+        """Yield what looks unhealthy, where `usual` is the median gradient of all layers."""
+        units, samples, share = self.units, self.samples, (self.update or 0.0) / (self.weight or math.inf)
+        if self.not_finite:
+            yield f"{self.not_finite} elements of {{layer}} were NaN or infinite.\n{_NOT_FINITE}"
+        if self.dead > MANY * units:
+            yield f"{self.dead} of {units} units of {{layer}} were zero for all {samples} samples.\n{_DEAD}"
+        if (saturated := self.saturated) > MANY * units:
+            yield f"{saturated} of {units} units of {{layer}} were saturated for all {samples} samples.\n{_SATURATED}"
+        if self.gradient is not None and not usual / FAR <= self.gradient <= usual * FAR:
+            fact = f"the gradient of {{layer}} has a norm of {self.gradient:.3g}, the median layer {usual:.3g}."
+            yield f"{fact}\n{_SMALL if self.gradient < usual else _LARGE}"
+        if share > LARGE_UPDATE:
+            yield f"one step changed the parameters of {{layer}} by {share:.0%} of their norm.\n{_FAST}"
+
+
+_NOT_FINITE = "  lower the learning rate, clip gradients, or look at what comes in: observe.capture(..., what='input')"
+_DEAD = "  lower the learning rate, or use an activation with a slope below zero, such as nn.LeakyReLU"
+_SATURATED = "  scale down what comes in: smaller initial weights, a norm before it, or a lower learning rate"
+_SMALL = "  add a skip connection or a norm between it and the loss"
+_LARGE = "  clip the gradients, or lower the learning rate"
+_FAST = "  lower the learning rate, or warm it up"
+
+
+class statistics(Watch[LayerStatistics]):
+    """Measure whether layers are healthy, in the forwards and optimizer steps inside a `with` block.
+
+    It maps the names of layers to `LayerStatistics`. `print` it for a table, the worst layers first.
+    The numbers stay on the device of the model until they are read. Once a layer runs in training mode, its calls in
+    eval mode do not count. What an activation checkpoint recomputes counts once. Compiled code runs uncompiled inside.
+    In a distributed job, each rank measures its own samples.
+
+    Args:
+        model: any `nn.Module`, wrapped or not.
+        layers, exclude, tensor: which layers and which of their outputs, as in `inject`.
+        every: how many forwards of the model there are for each one that is measured, the first included. The optimizer
+            step after it is measured too, with a copy of the parameters.
+        channel_dim: the axis of the units. None is 1 for maps (N, C, H, W), and the last one for tokens and features.
+
+    Raises:
+        LayerError: an entry matches nothing, or a layer did not run.
+        ValueError, TypeError: an argument is invalid.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+        >>> _ = nn.init.constant_(model[0].bias[:6], -100.0)
+        >>> with statistics(model) as health:
+        ...     _ = model(torch.randn(16, 4))
+        >>> print(health.doubts()[0])
+        6 of 8 units of '1' were zero for all 16 samples.
+          lower the learning rate, or use an activation with a slope below zero, such as nn.LeakyReLU
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Entries = "**",
+        *,
+        exclude: Entries | None = (),
+        every: int = 10,
+        tensor: TensorKey = None,
+        channel_dim: int | None = None,
+    ) -> None:
+        super().__init__(model, layers, exclude, tensor)
+        self.every, self._axis = count(every, "every", "statistics"), channel_dim
+        self._inside = {name: list(module.parameters()) for name, module in self.layers.items()}
+        self._parameters = {p for inside in self._inside.values() for p in inside}
+        self._sampled = self._stepped = self._before_that = -1
+        """The forward that was measured last, and those before the last two optimizer steps."""
+        self._old: dict[Tensor, Tensor] = {}
+        self._norms: dict[Tensor, list[Tensor]] = {}
+        """Of each parameter: the norms of its gradient, of itself, and of its last update."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._hooks.callback(optimizers.register_optimizer_step_pre_hook(self._before_step).remove)
+        self._hooks.callback(optimizers.register_optimizer_step_post_hook(self._after_step).remove)
+        return self
+
+    def after(self, name: str, found: Tensors) -> None:
+        module, sums = self.layers[name], self.seen.get(name)
+        if sums is None or module.training > sums.training:
+            sums = self.seen[name] = _Sums(module)
+        self._sampled = self._forwards if module.training else self._sampled
+        if module.training == sums.training:
+            for x in filter(Tensor.numel, found):
+                sums.add(x.detach().float() if x.element_size() < 4 else x.detach(), self._axis)
+
+    def receiver(self, name: str) -> Receiver | None:
+        sums: _Sums = self.seen[name]
+        return sums.add_gradient
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepped != self._forwards:  # else another optimizer steps after the same forward
+            self._before_that, self._stepped = self._stepped, self._forwards
+        if self._sampled > self._before_that:  # there may be several forwards for a step
+            trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self._old = {p: p.detach().clone() for p in trained if p in self._parameters}
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for p, old in self._old.items():
+            gradient = torch.zeros_like(old) if p.grad is None else p.grad  # some optimizers delete it
+            self._norms[p] = [torch.linalg.vector_norm(x.float()) for x in (gradient, p.detach(), p.detach() - old)]
+        self._old = {}
+
+    def value(self, name: str) -> LayerStatistics:
+        sums: _Sums = self.seen[name]
+        norms = [list(map(_number, self._norms[p])) for p in self._inside[name] if p in self._norms]
+        return sums.result([math.hypot(*column) for column in zip(*norms, strict=True)])
+
+    def metrics(self) -> dict[str, float]:
+        """Return all known numbers for any logger: `{"observe/layer3.0/dead": 40.0, ...}`."""
+        known = ((f"observe/{name}/{key}", x) for name, one in self.items() for key, x in vars(one).items())
+        return {key: float(x) for key, x in known if x is not None}
+
+    def doubts(self) -> list[str]:
+        """Return what looks unhealthy, and what to do. Of a layer and one inside it, only the inner one is named."""
+        found = dict(self)
+        usual = averages.median([one.gradient for one in found.values() if one.gradient] or [math.nan])
+        told = [(name, text) for name, one in found.items() for text in one.doubts(usual)]
+        inside = {(name.rpartition(".")[0], text) for name, text in told}
+        sentences = [text.replace("{layer}", repr(name)) for name, text in told if (name, text) not in inside]
+        return sentences + [f"{self.never}.\n  check the model, or exclude these layers"] * bool(self.never)
+
+    def __repr__(self) -> str:
+        worst_first = sorted(self.items(), key=lambda item: item[1].badness, reverse=True)
+        return text_table(
+            ("layer", *_COLUMNS), [(name, *(vars(one)[x] for x in _COLUMNS)) for name, one in worst_first]
+        )
+
+    def plot(self, figure: Any = None) -> Figure:
+        """Draw bars of the layers, in the order of their first calls, in a matplotlib `Figure` or a new one."""
+        found, names = [*self.values()], [name or "the model" for name in self]
+        drawn: Figure = get_figure(figure, 9.0, 1.2 + 0.2 * len(names))
+        shown = {
+            "dead or saturated units (%)": [100 * one.badness[1] for one in found],
+            "standard deviation": [one.std for one in found],
+            "norm of the gradient": [one.gradient or math.nan for one in found],
+        }
+        table = drawn.subplots(1, len(shown), sharey=True)
+        for axes, (title, values) in zip(table, shown.items(), strict=True):
+            axes.barh(names, values)
+            axes.set_title(title, fontsize=9)
+            axes.tick_params(labelsize=7)
+        table[0].set(xlim=(0, 100))
+        table[0].invert_yaxis()
+        if any(one.gradient for one in found):
+            table[2].set_xscale("log")
+        return drawn
+
+
+_COLUMNS = [
+    "samples",
+    "mean",
+    "std",
+    "largest",
+    "zeros",
+    "units",
+    "dead",
+    "saturated",
+    "not_finite",
+    "gradient",
+    "weight",
+    "update",
+]
+
+
+class _Sums:
+    """What is known of the output of a layer, in tensors on its device."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.training, self.bounds = module.training, _bounds(module)
+        self.samples = self.elements = self.gradients = 0
+        self.mean: Any = 0.0
+        self.squares: Any = 0.0  # the sum of (x - mean)^2
+        self.largest: Any = 0.0
+        self.zeros: Any = 0
+        self.not_finite: Any = 0
+        self.gradient: Any = 0.0
+        self.alive: Any = False  # of each unit, whether it was ever not zero
+        self.between: Any = False  # of each unit, whether it was ever between the bounds of the activation
+
+    def add(self, x: Tensor, axis: int | None) -> None:
+        x = x if x.dim() > 1 else x[:, None]
+        axis = given_channel_axis(x.shape, channel_axis(x.shape) if axis is None else axis, "statistics")
+        others, before, new = [i for i in range(x.dim()) if i != axis], self.elements, x.numel()
+        exact = torch.float32 if x.device.type == "mps" else torch.float64
+        variance, mean = (one.to(exact) for one in torch.var_mean(x, correction=0))
+        self.samples, self.elements = self.samples + len(x), before + new
+        shift = mean - self.mean
+        self.mean = self.mean + shift * (new / self.elements)
+        self.squares = self.squares + variance * new + shift.square() * (before * new / self.elements)
+        low, high = x.aminmax()
+        self.largest = torch.maximum(-low, high).clamp(min=self.largest)
+        nonzero = x.count_nonzero(others)
+        self.zeros = self.zeros + (new - nonzero.sum())
+        self.alive = self.alive | (nonzero > 0)
+        self.not_finite = self.not_finite + (new - x.isfinite().count_nonzero())
+        if self.bounds is not None:
+            between = (x > self.bounds[0]) & (x < self.bounds[1])
+            self.between = self.between | (between.count_nonzero(others) > 0)
+
+    def add_gradient(self, index: int, gradient: Tensor) -> None:
+        self.gradients += 1
+        self.gradient = self.gradient + torch.linalg.vector_norm(gradient.float())
+
+    def result(self, norms: Sequence[float]) -> LayerStatistics:
+        alive, elements = torch.as_tensor(self.alive), max(self.elements, 1)
+        saturated = alive & torch.as_tensor(self.between).logical_not() if self.bounds else torch.zeros(())
+        numbers = (self.mean, (self.squares / elements) ** 0.5, self.largest, self.zeros / elements)
+        counts = (alive.numel(), alive.logical_not().sum(), saturated.sum(), self.not_finite)
+        gradient = _number(self.gradient) / self.gradients if self.gradients else None
+        return LayerStatistics(
+            self.samples, *map(_number, numbers), *(int(_number(x)) for x in counts), gradient, *norms or [None] * 3
+        )
+
+
+def _number(x: Any) -> float:
+    return float(x.full_tensor() if hasattr(x, "full_tensor") else x)
+
+
+def _bounds(module: nn.Module) -> tuple[float, float] | None:
+    """Return the range that an activation function leaves only where it is saturated; None of any other module.
+
+    It is a module without parameters whose output is bounded, and depends on each element alone.
+    """
+    if any(True for _ in (*module.children(), *module.parameters(), *module.buffers())):
+        return None
+    forward, far = module.forward, torch.tensor([-1e4, 1e4])
+    with suppress(Exception), torch.no_grad(), forked_rng():
+        low, high = (float(forward(x)) for x in (far[:1], far[1:]))
+        if -1e3 < low < high < 1e3 and forward(far).tolist() == [low, high]:
+            return low + 0.01 * (high - low), high - 0.01 * (high - low)
+    return None
