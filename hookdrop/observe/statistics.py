@@ -50,28 +50,28 @@ class LayerStatistics:
         """What the table is sorted by: first by elements that are not finite, then by dead and saturated units."""
         return self.not_finite, (self.dead + self.saturated) / max(self.units, 1), -(self.gradient or math.inf)
 
-    def doubts(self, usual: float) -> Iterator[str]:
-        """Yield what looks unhealthy, where `usual` is the median gradient of all layers."""
-        units, samples, share = self.units, self.samples, (self.update or 0.0) / (self.weight or math.inf)
+    def doubts(self, usual: float) -> Iterator[tuple[str, str]]:
+        """Yield what looks unhealthy, and what to do, where `usual` is the median gradient of all layers."""
+        for count, what in ((self.dead, "zero"), (self.saturated, "saturated")):
+            if count > MANY * self.units:
+                yield f"{count} of {self.units} units of {{}} were {what} for all {self.samples} samples", _ADVICE[what]
         if self.not_finite:
-            yield f"{self.not_finite} elements of {{layer}} were NaN or infinite.\n{_NOT_FINITE}"
-        if self.dead > MANY * units:
-            yield f"{self.dead} of {units} units of {{layer}} were zero for all {samples} samples.\n{_DEAD}"
-        if (saturated := self.saturated) > MANY * units:
-            yield f"{saturated} of {units} units of {{layer}} were saturated for all {samples} samples.\n{_SATURATED}"
+            yield f"{self.not_finite} elements of {{}} were NaN or infinite", _ADVICE["not finite"]
         if self.gradient is not None and not usual / FAR <= self.gradient <= usual * FAR:
-            fact = f"the gradient of {{layer}} has a norm of {self.gradient:.3g}, the median layer {usual:.3g}."
-            yield f"{fact}\n{_SMALL if self.gradient < usual else _LARGE}"
-        if share > LARGE_UPDATE:
-            yield f"one step changed the parameters of {{layer}} by {share:.0%} of their norm.\n{_FAST}"
+            fact = f"the gradient of {{}} has a norm of {self.gradient:.3g}, and the median layer {usual:.3g}"
+            yield fact, _ADVICE["small" if self.gradient < usual else "large"]
+        if self.update and self.weight and self.update > LARGE_UPDATE * self.weight:
+            yield f"one step changed the parameters of {{}} by {self.update / self.weight:.0%}", _ADVICE["fast"]
 
 
-_NOT_FINITE = "  lower the learning rate, clip gradients, or look at what comes in: observe.capture(..., what='input')"
-_DEAD = "  lower the learning rate, or use an activation with a slope below zero, such as nn.LeakyReLU"
-_SATURATED = "  scale down what comes in: smaller initial weights, a norm before it, or a lower learning rate"
-_SMALL = "  add a skip connection or a norm between it and the loss"
-_LARGE = "  clip the gradients, or lower the learning rate"
-_FAST = "  lower the learning rate, or warm it up"
+_ADVICE = {
+    "zero": "lower the learning rate, or use an activation with a slope below zero, such as nn.LeakyReLU",
+    "saturated": "scale down what comes in: smaller initial weights, a norm before it, or a lower learning rate",
+    "not finite": "lower the learning rate, clip gradients, or look at what comes in: observe.capture(..., what='input')",
+    "small": "add a skip connection or a norm between it and the loss",
+    "large": "clip the gradients, or lower the learning rate",
+    "fast": "lower the learning rate, or warm it up",
+}
 
 
 class statistics(Watch[LayerStatistics]):
@@ -99,7 +99,7 @@ class statistics(Watch[LayerStatistics]):
         >>> with statistics(model) as health:
         ...     _ = model(torch.randn(16, 4))
         >>> print(health.doubts()[0])
-        6 of 8 units of '1' were zero for all 16 samples.
+        6 of 8 units of '1' were zero for all 16 samples
           lower the learning rate, or use an activation with a slope below zero, such as nn.LeakyReLU
     """
 
@@ -167,18 +167,23 @@ class statistics(Watch[LayerStatistics]):
 
     def doubts(self) -> list[str]:
         """Return what looks unhealthy, and what to do. Of a layer and one inside it, only the inner one is named."""
-        found = dict(self)
+        found, by_advice = dict(self), dict[str, list[str]]()
         usual = averages.median([one.gradient for one in found.values() if one.gradient] or [math.nan])
-        told = [(name, text) for name, one in found.items() for text in one.doubts(usual)]
-        inside = {(name.rpartition(".")[0], text) for name, text in told}
-        sentences = [text.replace("{layer}", repr(name)) for name, text in told if (name, text) not in inside]
-        return sentences + [f"{self.never}.\n  check the model, or exclude these layers"] * bool(self.never)
+        told = [(name, *doubt) for name, one in found.items() for doubt in one.doubts(usual)]
+        inside = {(name.rpartition(".")[0], *doubt) for name, *doubt in told}
+        for name, fact, advice in told:
+            if (name, fact, advice) not in inside:
+                by_advice.setdefault(advice, []).append(fact.format(repr(name)))
+        by_advice |= {"check the model, or exclude these layers": [self.never]} if self.never else {}
+        return [
+            "\n".join([*facts[:3], *[f"and so on, in {len(facts) - 3} more layers"] * (len(facts) > 3), f"  {advice}"])
+            for advice, facts in by_advice.items()
+        ]
 
     def __repr__(self) -> str:
         worst_first = sorted(self.items(), key=lambda item: item[1].badness, reverse=True)
-        return text_table(
-            ("layer", *_COLUMNS), [(name, *(vars(one)[x] for x in _COLUMNS)) for name, one in worst_first]
-        )
+        rows = [(name, *(vars(one)[column] for column in _COLUMNS)) for name, one in worst_first]
+        return text_table(("layer", *_COLUMNS), rows)
 
     def plot(self, figure: Any = None) -> Figure:
         """Draw bars of the layers, in the order of their first calls, in a matplotlib `Figure` or a new one."""
@@ -201,7 +206,7 @@ class statistics(Watch[LayerStatistics]):
         return drawn
 
 
-_COLUMNS = [
+_COLUMNS = (
     "samples",
     "mean",
     "std",
@@ -212,9 +217,8 @@ _COLUMNS = [
     "saturated",
     "not_finite",
     "gradient",
-    "weight",
     "update",
-]
+)
 
 
 class _Sums:
@@ -262,9 +266,8 @@ class _Sums:
         numbers = (self.mean, (self.squares / elements) ** 0.5, self.largest, self.zeros / elements)
         counts = (alive.numel(), alive.logical_not().sum(), saturated.sum(), self.not_finite)
         gradient = _number(self.gradient) / self.gradients if self.gradients else None
-        return LayerStatistics(
-            self.samples, *map(_number, numbers), *(int(_number(x)) for x in counts), gradient, *norms or [None] * 3
-        )
+        facts: list[Any] = [self.samples, *map(_number, numbers), *(int(_number(x)) for x in counts), gradient]
+        return LayerStatistics(*facts, *norms or [None] * 3)
 
 
 def _number(x: Any) -> float:
