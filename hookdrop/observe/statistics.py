@@ -6,7 +6,7 @@ import math
 import statistics as averages
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -52,9 +52,12 @@ class LayerStatistics:
 
     def doubts(self, usual: float) -> Iterator[tuple[str, str]]:
         """Yield what looks unhealthy, and what to do, where `usual` is the median gradient of all layers."""
-        for count, what in ((self.dead, "zero"), (self.saturated, "saturated")):
-            if count > MANY * self.units:
-                yield f"{count} of {self.units} units of {{}} were {what} for all {self.samples} samples", _ADVICE[what]
+        for number, what in ((self.dead, "zero"), (self.saturated, "saturated")):
+            if number > MANY * self.units:
+                yield (
+                    f"{number} of {self.units} units of {{}} were {what} for all {self.samples} samples",
+                    _ADVICE[what],
+                )
         if self.not_finite:
             yield f"{self.not_finite} elements of {{}} were NaN or infinite", _ADVICE["not finite"]
         if self.gradient is not None and not usual / FAR <= self.gradient <= usual * FAR:
@@ -67,7 +70,7 @@ class LayerStatistics:
 _ADVICE = {
     "zero": "lower the learning rate, or use an activation with a slope below zero, such as nn.LeakyReLU",
     "saturated": "scale down what comes in: smaller initial weights, a norm before it, or a lower learning rate",
-    "not finite": "lower the learning rate, clip gradients, or look at what comes in: observe.capture(..., what='input')",
+    "not finite": "lower the learning rate, clip gradients, or look at what comes in: capture(..., what='input')",
     "small": "add a skip connection or a norm between it and the loss",
     "large": "clip the gradients, or lower the learning rate",
     "fast": "lower the learning rate, or warm it up",
@@ -206,19 +209,7 @@ class statistics(Watch[LayerStatistics]):
         return drawn
 
 
-_COLUMNS = (
-    "samples",
-    "mean",
-    "std",
-    "largest",
-    "zeros",
-    "units",
-    "dead",
-    "saturated",
-    "not_finite",
-    "gradient",
-    "update",
-)
+_COLUMNS = [field.name for field in fields(LayerStatistics) if field.name not in ("weight_gradient", "weight")]
 
 
 class _Sums:
@@ -267,7 +258,7 @@ class _Sums:
         counts = (alive.numel(), alive.logical_not().sum(), saturated.sum(), self.not_finite)
         gradient = _number(self.gradient) / self.gradients if self.gradients else None
         facts: list[Any] = [self.samples, *map(_number, numbers), *(int(_number(x)) for x in counts), gradient]
-        return LayerStatistics(*facts, *norms or [None] * 3)
+        return LayerStatistics(*facts, *(norms or (None, None, None)))
 
 
 def _number(x: Any) -> float:

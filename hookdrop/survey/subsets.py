@@ -65,9 +65,9 @@ def find_subset(
         if leaf.dim() > 0 and len(leaf) == len(x):
             groups.setdefault("x" if leaf is x else (leaf.shape, leaf.dtype), []).append(index)
     mine, twin = groups.pop("x"), _without_hooks(branch)
-    # A number that is no size of anything else, so that no wrong shape fits.
-    sizes = {size for leaf in (*given, *branch.parameters(), *branch.buffers()) for size in leaf.shape}
-    rows = torch.arange(next(n for n in itertools.count(3) if n not in sizes), device=x.device) % len(x)
+    # A number that divides no size of anything else: no wrong shape fits, and its multiples are rows of samples.
+    sizes = {size for leaf in (*given, *branch.parameters(), *branch.buffers()) for size in leaf.shape if size}
+    rows = torch.arange(next(n for n in itertools.count(3) if all(s % n for s in sizes)), device=x.device) % len(x)
     value = map_leaves(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
     cache, reason, mixed = torch.is_autocast_cache_enabled(), "", None
     for chosen in itertools.product((False, True), repeat=len(groups)):
@@ -147,7 +147,9 @@ def _run(
     chosen = [node for node, y in meta.items() if any(y is one for one in results)]
     mixes = _mix(trace, chosen, selected, leaves, count)
     depends = trace.reached(selected)
-    others = [node for node in meta if node not in (*chosen, *inputs) and (node in depends or count in node.shape)]
+    rest = [node for node in meta if node not in (*chosen, *inputs)]
+    # A table of positions that is repeated for each sample and head: its size depends on the samples.
+    others = [node for node in rest if node in depends or any(size and size % count == 0 for size in node.shape)]
     obstacle = f"also returns {', '.join(describe(meta[node]) for node in others)}, which depends on the samples"
     changed = [_whole(op.inputs[0]) for op in trace.ops if op.is_in_place]
     if any(node in selected and node.index - len(weights) not in written for node in changed):

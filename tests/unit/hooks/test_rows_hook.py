@@ -145,10 +145,11 @@ def test_a_layer_with_batch_norm_runs_on_all_samples_and_keeps_their_statistics(
     [
         (lambda m, x: x + m.fc(x), "on kept samples"),
         (lambda m, x: (x + m.fc(x), x.mean(-1)), r"on all samples: also returns (3, 5) float32, which depends on"),
+        (lambda m, x: (x + m.fc(x), m.fc.bias.repeat(2 * len(x), 1)), r"on all samples: also returns (6, 4) float32"),
         (lambda m, x: (x + m.fc(x), x), "on kept samples"),
         (lambda m, x: x.add_(m.fc(x)), "on kept samples"),
     ],
-    ids=["plain", "returns more", "returns its input", "in place"],
+    ids=["plain", "returns more", "repeats a table for each sample and head", "returns its input", "in place"],
 )
 def test_the_plan_says_on_which_samples_a_layer_runs(forward: Any, runs: str) -> None:
     made = plan(nn.Sequential(toy(forward, fc=nn.Linear(4, 4))), LayerDrop(0.5, "row"), layers="0", example_input=X)
