@@ -68,9 +68,9 @@ class LayerStatistics:
 
 
 _ADVICE = {
+    "not finite": "lower the learning rate, clip gradients, or look at what comes in: capture(..., what='input')",
     "zero": "lower the learning rate, or use an activation with a slope below zero, such as nn.LeakyReLU",
     "saturated": "scale down what comes in: smaller initial weights, a norm before it, or a lower learning rate",
-    "not finite": "lower the learning rate, clip gradients, or look at what comes in: capture(..., what='input')",
     "small": "add a skip connection or a norm between it and the loss",
     "large": "clip the gradients, or lower the learning rate",
     "fast": "lower the learning rate, or warm it up",
@@ -170,17 +170,18 @@ class statistics(Watch[LayerStatistics]):
 
     def doubts(self) -> list[str]:
         """Return what looks unhealthy, and what to do. Of a layer and one inside it, only the inner one is named."""
-        found, by_advice = dict(self), dict[str, list[str]]()
+        found, by_advice = dict(self), {advice: list[str]() for advice in _ADVICE.values()}
         usual = averages.median([one.gradient for one in found.values() if one.gradient] or [math.nan])
         told = [(name, *doubt) for name, one in found.items() for doubt in one.doubts(usual)]
         inside = {(name.rpartition(".")[0], *doubt) for name, *doubt in told}
         for name, fact, advice in told:
             if (name, fact, advice) not in inside:
-                by_advice.setdefault(advice, []).append(fact.format(repr(name)))
-        by_advice |= {"check the model, or exclude these layers": [self.never]} if self.never else {}
+                by_advice[advice].append(fact.format(repr(name)))
+        by_advice["check the model, or exclude these layers"] = [self.never] * bool(self.never)
         return [
             "\n".join([*facts[:3], *[f"and so on, in {len(facts) - 3} more layers"] * (len(facts) > 3), f"  {advice}"])
             for advice, facts in by_advice.items()
+            if facts
         ]
 
     def __repr__(self) -> str:
