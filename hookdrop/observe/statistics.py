@@ -239,7 +239,7 @@ class _Sums:
         self.mean = self.mean + shift * (new / self.elements)
         self.squares = self.squares + variance * new + shift.square() * (before * new / self.elements)
         low, high = x.aminmax()
-        self.largest = torch.maximum(-low, high).clamp(min=self.largest)
+        self.largest = torch.maximum(low.abs(), high.abs()).clamp(min=self.largest)
         nonzero = x.count_nonzero(others)
         self.zeros = self.zeros + (new - nonzero.sum())
         self.alive = self.alive | (nonzero > 0)

@@ -40,6 +40,7 @@ class Watch(Mapping[str, Value], Generic[Value]):
         self.model, self.tensor = unwrapped(model), tensor
         self.layers = {layer.name: layer.module for layer in hookable(select(model, layers, exclude))[0]}
         self.seen: dict[str, Any] = {}
+        self._called = set[str]()
         self._hooks, self._forwards, self._keys = ExitStack(), 0, itertools.count()
         self._pending: dict[int, RemovableHandle] = {}  # hooks on tensors whose gradient has not arrived
 
@@ -78,7 +79,7 @@ class Watch(Mapping[str, Value], Generic[Value]):
     def __getitem__(self, name: str) -> Value:
         if name in self.seen:
             return self.value(name)
-        why = "it did not run inside the `with` block, or returned no floating-point tensor"
+        why = "it returned no floating-point tensor" if name in self._called else "it did not run in the `with` block"
         why = why if name in self.layers else f"it was not watched{did_you_mean(name, self.layers)}"
         raise NotRecordedError(f"nothing is known of {name!r}: {why}\n  seen: {some(list(self)) or 'nothing'}")
 
@@ -91,7 +92,7 @@ class Watch(Mapping[str, Value], Generic[Value]):
     @property
     def never(self) -> str:
         """The layers that did not run, as a sentence; empty if there are none."""
-        absent = [name for name in self.layers if name not in self.seen]
+        absent = [name for name in self.layers if name not in self._called]
         return f"never ran: {some(absent)}" if absent else ""
 
     def _count(self, *call: Any) -> None:
@@ -106,6 +107,7 @@ class Watch(Mapping[str, Value], Generic[Value]):
             self.before(name, self.chosen(name, bind_arguments(module, args, kwargs)))
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        self._called.add(name)
         if not self._is_sampled() or not (found := self.chosen(name, output)):
             return
         if not is_recomputing():

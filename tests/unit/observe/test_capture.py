@@ -200,7 +200,8 @@ class TestCompare:
         before = copy.deepcopy(model.state_dict()), torch.get_rng_state(), model.fc.bias.grad
         observe.compare(model, images, drop)
         assert all_equal([*model.state_dict().values()], [*before[0].values()])
-        assert torch.equal(torch.get_rng_state(), before[1]) and model.fc.bias.grad is before[2]
+        assert torch.equal(torch.get_rng_state(), before[1])
+        assert model.fc.bias.grad is before[2]
         assert [p.requires_grad for p in model.parameters()].count(False) == 1
         assert not any(module.training for module in model.modules())
 
