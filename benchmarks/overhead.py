@@ -1,4 +1,4 @@
-"""Measure the overhead of idle hooks, and of placing, stepping and removing them: `python benchmarks/overhead.py`.
+"""Measure the overhead of hooks, of placing them, and of `observe.statistics`: `python benchmarks/overhead.py`.
 
 All jobs run in one process, in random order, and are compared within a round (see timing.py). The hooked model and a
 control copy without hooks share the weights of the original model. The control shows what the method reports if there
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import hookdrop
 import program
-from hookdrop import DropBlock, Dropout, LateSchedule, LinearSchedule
+from hookdrop import DropBlock, Dropout, LateSchedule, LinearSchedule, observe
 from timing import measure, ratios, time_call
 
 MODELS = {"torchvision": torchvision.models.resnet50, "timm": partial(timm.create_model, "resnet50")}
@@ -37,8 +37,8 @@ REGULARIZER = DropBlock(p=0.1, block_size=7)
 CALLS, SITE_COUNTS = 1000, (1, 50, 100, 1000, 10_000)
 SITES_EVERY = 5
 """Placing thousands of hooks is slow, so it runs once in this many rounds."""
-NEVER, RESAMPLES = 10**8, 2000
-"""A step that no measurement reaches; the number of bootstrap samples."""
+STEPS, NEVER, RESAMPLES = 10, 10**8, 2000
+"""Training steps of a job; a step that no measurement reaches; the number of bootstrap samples."""
 
 
 def report(title: str, digits: int, rows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -148,7 +148,27 @@ def sites(options: argparse.Namespace) -> dict[str, Any]:
     return report("1 to 10,000 sites: microseconds per site, and the exponent of their number", 3, rows)
 
 
-PARTS: dict[str, program.Part] = {"forward": forward, "call": call, "sites": sites}
+def watch(options: argparse.Namespace) -> dict[str, Any]:
+    """Compare training steps with `observe.statistics` of all convolutions, without, and of a copy without."""
+    original, edge = torchvision.models.resnet18(), QUICK_INPUTS[0][1] if options.quick else 96
+    x, models = torch.randn(8, 3, edge, edge, device=options.device), {}
+    for name in ("watched", "clean", "copy"):
+        models[name] = copy.deepcopy(original).to(options.device)
+    jobs = {name: partial(_train, one, torch.optim.SGD(one.parameters(), 1e-4), x) for name, one in models.items()}
+    with observe.statistics(models["watched"], nn.Conv2d, every=STEPS):
+        samples = measure(jobs, max(1, options.rounds // SITES_EVERY), options.device)
+    rows = {f"{over} / clean": ratios(samples, over, "clean") for over in ("watched", "copy")}
+    return report(f"{STEPS} training steps of a resnet18, of which observe.statistics measures one: ratios", 3, rows)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    for _ in range(STEPS):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+PARTS: dict[str, program.Part] = {"forward": forward, "call": call, "sites": sites, "watch": watch}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -134,7 +134,7 @@ def test_doubts_name_the_layer_and_what_to_do() -> None:
         model[:3](torch.rand(8, 4)).sum().backward()
     doubts = health.doubts()
     dead = "units of {} were zero for all 8 samples"
-    assert doubts[0].splitlines()[:2] == ["4 of 10 " + dead.format("'1'"), "10 of 10 " + dead.format("'2.1'")]
+    assert doubts[0].splitlines()[:2] == ["10 of 10 " + dead.format("'2.1'"), "4 of 10 " + dead.format("'1'")]
     assert doubts[0].splitlines()[2].startswith("  lower the learning rate")
     assert doubts[-1].startswith("never ran: '3'")
     assert repr(health).splitlines()[2].startswith("2")  # the worst first
@@ -143,7 +143,7 @@ def test_doubts_name_the_layer_and_what_to_do() -> None:
     with observe.statistics(model, "0") as health:
         model(torch.rand(8, 4))
     assert health["0"].not_finite == 8
-    assert health.doubts()[0].startswith("8 elements of '0' were NaN or infinite\n")
+    assert health.doubts()[0].startswith("'0' returned NaN or infinite values for 8 of 8 samples\n")
 
 
 def test_a_gradient_that_vanishes_and_a_step_that_is_too_large_are_doubts() -> None:
