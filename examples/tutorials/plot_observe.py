@@ -1,14 +1,14 @@
 """
-Look inside: masks and Grad-CAM
-===============================
+Look inside: activations, masks and Grad-CAM
+============================================
 
-This tutorial trains two copies of a small network, one of them with DropBlock. It records the masks of training steps,
-and compares the class activation maps of the two copies.
+This tutorial trains two copies of a small network, one of them with DropBlock. It looks at the layers of one, records
+the masks of training steps, and compares the class activation maps of the two copies.
 
 The figures need ``pip install 'hookdrop[observe]'``.
 """
 
-# sphinx_gallery_thumbnail_number = 2
+# sphinx_gallery_thumbnail_number = 4
 import copy
 from collections import OrderedDict
 
@@ -60,10 +60,31 @@ def train(model, steps, follow=lambda optimizer: None):
 
 
 drop = inject(regularized, DropBlock(p=0.3, block_size=3), layers="block3", schedule=LinearSchedule(steps=200))
-train(without, 200)
+with observe.statistics(without, "block*.*") as health:
+    train(without, 200)
 train(regularized, 200, drop.follow)
 drop.follow(None)
 print(drop)
+
+# %%
+# Look at the layers
+# ------------------
+#
+# ``observe.statistics`` has measured every tenth of these steps: a table of the layers, the worst first, and bars in the
+# order of the calls. ``observe.capture`` keeps what passes through a layer.
+
+print(health)
+print(health.doubts() or "no doubts")
+
+figure = plt.figure(figsize=(8, 3), layout="constrained")
+health.plot(figure=figure)
+plt.show()
+
+with observe.capture(without, "block2", what=("output", "gradient")) as seen:
+    cross_entropy(without(test_x), test_y).backward()
+figure = plt.figure(figsize=(8, 3.5), layout="constrained")
+seen.plot("block2", channels=6, figure=figure)
+plt.show()
 
 # %%
 # Record what the regularizer does
@@ -75,6 +96,14 @@ print(drop)
 with drop.recording() as recorded:
     train(regularized, 3)
 print(recorded)
+
+# %%
+# ``observe.compare`` runs one batch with and without the regularizer: which layers feel it, and how much.
+
+print(observe.compare(regularized, test_x, drop, "block*"))
+
+# %%
+# Before, mask and after of one layer:
 
 figure = plt.figure(figsize=(8, 4), layout="constrained")
 recorded.plot_features(sample=1, channels=6, figure=figure)
@@ -110,5 +139,5 @@ drop.remove()
 # See also
 # --------
 #
-# * :doc:`/guides/visualization` lists all functions, and how to log the figures to TensorBoard.
+# * :doc:`/guides/look_inside` lists all functions, and how to log the figures to TensorBoard.
 # * :doc:`/reference/index` has the arguments of ``hookdrop.observe``.
