@@ -5,10 +5,10 @@ Figures need `pip install 'hookdrop[observe]'`.
 
 from hookdrop.injection.recording import Record, Recording
 from hookdrop.observe.cam import CamComparison, compare_cam, grad_cam
-from hookdrop.observe.capture import Seen, capture
-from hookdrop.observe.compare import Comparison, Difference, compare
+from hookdrop.observe.capturing import Seen, capture
+from hookdrop.observe.comparing import Comparison, Difference, compare
+from hookdrop.observe.health import LayerStatistics, statistics
 from hookdrop.observe.plots import plot_schedule
-from hookdrop.observe.statistics import LayerStatistics, statistics
 
 __all__ = [
     "CamComparison",

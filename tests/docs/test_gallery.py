@@ -153,8 +153,9 @@ def test_mc_dropout(run: Any) -> None:
 
 
 def test_observe(run: Any) -> None:
-    variables, printed = run("plot_observe", 2)
+    variables, printed = run("plot_observe", 4)
     assert "p=0.3 of 0.3, step 200 of LinearSchedule(steps=200)" in printed
+    assert set(variables["health"]) == {f"block{block}.{layer}" for block in (1, 2, 3) for layer in range(3)}
     assert variables["recorded"]["block3"].dropped == pytest.approx(0.3, abs=0.02)
     assert "mean image area with Grad-CAM above half of its maximum" in printed
 

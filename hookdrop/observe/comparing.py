@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hookdrop.injection.handle import Injection
 from hookdrop.injection.measurement import why_idle, without_bookkeeping
-from hookdrop.observe.capture import Seen, capture
+from hookdrop.observe.capturing import Seen, capture
 from hookdrop.survey.isolation import call, restored_after
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.select import Entries
