@@ -78,12 +78,14 @@ print(health.doubts() or "no doubts")
 
 figure = plt.figure(figsize=(8, 3), layout="constrained")
 health.plot(figure=figure)
+figure.suptitle("Dead units, spread and gradients of the layers of a training", fontsize=11)
 plt.show()
 
 with observe.capture(without, "block2", what=("output", "gradient")) as seen:
     cross_entropy(without(test_x), test_y).backward()
 figure = plt.figure(figsize=(8, 3.5), layout="constrained")
 seen.plot("block2", channels=6, figure=figure)
+figure.suptitle("Output and gradient of six channels of block2", fontsize=11)
 plt.show()
 
 # %%
