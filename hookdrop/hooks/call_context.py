@@ -19,7 +19,7 @@ from hookdrop.utils.select import layers_by_name, named_layers
 from hookdrop.utils.tensor_tree import bind_arguments, container_of, parameter_names, tensors
 
 if TYPE_CHECKING:
-    from hookdrop.hooks.hook import SiteHook
+    from hookdrop.hooks.placed import PlacedSite
     from hookdrop.regularizers.base import Regularizer
 
 MASK, SAMPLES = "attention_mask", "samples"
@@ -68,7 +68,7 @@ def has_ended(frame: FrameType | None) -> bool:
     return True
 
 
-def place_around(owner: SiteHook, module: nn.Module) -> None:
+def place_around(owner: PlacedSite, module: nn.Module) -> None:
     """Place the companions of a site that collect what its regularizer needs from modules around it."""
     root = None if owner.state.live.root is None else owner.state.live.root()
     if root is None:
@@ -89,18 +89,18 @@ def place_around(owner: SiteHook, module: nn.Module) -> None:
             owner.accompany(parent.register_forward_hook, _end_call, need, always_call=True)
 
 
-def _start_call(owner: SiteHook, need: str, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+def _start_call(owner: PlacedSite, need: str, module: nn.Module, args: Any, kwargs: Any = None) -> None:
     bound = bind_arguments(module, args, kwargs or {})
     # A tensor, not its size: a number that passes between compiled functions would be a constant.
     value = bound.get(MASK) if need == MASK else next((x for x in tensors(bound) if x.dim() > 0), None)
     owner.collected[need].start(value)
 
 
-def _end_call(owner: SiteHook, need: str, *_: Any) -> None:
+def _end_call(owner: PlacedSite, need: str, *_: Any) -> None:
     owner.collected[need].end()
 
 
-def refuse_cache(bound: dict[str, Any], hook: SiteHook) -> None:
+def refuse_cache(bound: dict[str, Any], hook: PlacedSite) -> None:
     """Raise `InjectionError` if a call fills a KV cache, which would keep the keys of what is dropped."""
     for name in _CACHES:
         if bound.get(name) is not None:
@@ -110,7 +110,7 @@ def refuse_cache(bound: dict[str, Any], hook: SiteHook) -> None:
             )
 
 
-def _cache_settings(hook: SiteHook) -> str:
+def _cache_settings(hook: PlacedSite) -> str:
     """Return the settings that turn on the cache, those of the configs around a layer."""
     found: dict[int, str] = {}
     root = None if hook.state.live.root is None else hook.state.live.root()

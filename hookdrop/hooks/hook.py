@@ -24,14 +24,15 @@ from hookdrop.hooks.checkpointing import (
     rng_fingerprint,
 )
 from hookdrop.hooks.penalties import LossTerms, collect, collect_in_graph, watch_calls
-from hookdrop.hooks.registry import CompanionHook, PlacedHook
+from hookdrop.hooks.placed import PlacedSite
+from hookdrop.hooks.rate import NO_RATE, CurrentRate
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import REGULARIZERS, Penalty
 from hookdrop.regularizers.base import P, Rate, Regularizer, at_rate, rate_of
 from hookdrop.regularizers.samples import SampleRows
 from hookdrop.utils import tensor_tree
 from hookdrop.utils.errors import InjectionError, ShapeError
-from hookdrop.utils.torch_internals import graph_task, is_tracing, without_dispatch_modes
+from hookdrop.utils.torch_internals import graph_task, is_tracing
 
 Listener = Callable[["SiteHook", nn.Module, Any], None]
 """Called with (hook, module, value) before the hook acts. It may warn, raise, or unsubscribe itself."""
@@ -49,27 +50,12 @@ first_listeners: list[Listener] = [note_call]
 """Every new hook starts with these. They unsubscribe themselves, so in steady state a hook has none."""
 
 
-class CurrentRate:
-    """An immutable rate of a call, as a float for eager code and as a tensor for compiled code."""
-
-    def __init__(self, value: float | None, neutral: bool) -> None:
-        self.value = value  # None if the regularizer has no rate
-        self.neutral = neutral
-        """Whether the regularizer is the identity at this rate. A bool, so that compiled code can branch on it."""
-        # Compiled code takes the rate as a tensor, because floats become constants. Each rate is a new tensor, because
-        # a graph whose backward is pending may hold the old one. It must be a real tensor even in fake-tensor mode.
-        with torch.inference_mode(False), without_dispatch_modes():
-            self.tensor = None if value is None else torch.tensor(value, dtype=torch.float64, device="cpu")
-
-
-NO_RATE = CurrentRate(None, False)  # the regularizer is on, but takes no rate. (None means that it is off.)
-
-
-class SiteHook(PlacedHook):
+class SiteHook(PlacedSite):
     """A forward hook that regularizes one tensor of a layer's output, or a pre-hook for one of its arguments."""
 
     own: tuple[str, ...] = ("called", "trained", "last_shape", "listeners", "train_rate", "eval_rate", "graph_break")
     """The attributes that copies do not inherit."""
+    state: InjectionState
     on_new_shape: Callable[[SiteHook], None] | None = None  # called if a shape is not that of the call before
 
     def __init__(
@@ -85,7 +71,7 @@ class SiteHook(PlacedHook):
         self.at = at  # `"output"`; for a pre-hook `"input"`, `"skip"`, `"parameters"` or `"scores"`
         self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
         """What the regularizer needs from modules around the layer."""
-        self.companions: list[CompanionHook] = []
+        self.companions = []
         self.target = self.initial_target = rate_of(regularizer)
         self.rate: Rate = type(regularizer).rate or P
         """What the regularizer declares of its rate; of no meaning without a target."""
@@ -338,29 +324,14 @@ class SiteHook(PlacedHook):
         if self.penalizes:
             watch_calls(self, module)
 
-    def accompany(self, register: Callable[..., Any], function: Any, *settings: Any, **flags: bool) -> CompanionHook:
-        """Register a companion that calls `function(self, *settings, ...)`."""
-        companion = CompanionHook(self, function, *settings)
-        companion.handle = register(companion, **flags)
-        self.companions.append(companion)
-        return companion
-
     def remove(self) -> None:
         super().remove()
-        for companion in self.companions:
-            companion.remove()
         self.train_rate = self.eval_rate = None  # it may still be in a copied table
 
     @property
     def is_attached(self) -> bool:
         """Whether the hook is placed and its module still exists."""
         return self.handle is not None and self.handle.hooks_dict_ref() is not None
-
-    @property
-    def where(self) -> str:
-        """The regularizer and the site, for messages."""
-        place = repr(self.site) if self.site else "the model itself"
-        return f"{self.regularizer.title} at {place}{'' if self.at == 'output' else f' ({self.at})'}"
 
     def describe(self, rate: float | None = None) -> str:
         """Return the regularizer as text, at the given rate or at its target."""

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.hooks.call_context import CallValue
-from hookdrop.hooks.hook import CurrentRate, SiteHook
+from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.rate import CurrentRate
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers.base import Regularizer
 from hookdrop.utils.errors import InjectionError

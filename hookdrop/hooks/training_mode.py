@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop.hooks.registry import CompanionHook
+from hookdrop.hooks.placed import CompanionHook
 from hookdrop.utils.tensor_tree import tensors
 from hookdrop.utils.torch_internals import at_end_of_backward, graph_task
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +15,17 @@ from torch import Tensor, nn
 from hookdrop.guards.problems import check_first_shape
 from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.compiling import GraphBreak
-from hookdrop.hooks.hook import CurrentRate, SiteHook, note_call, regularized
+from hookdrop.hooks.hook import SiteHook, note_call, regularized
+from hookdrop.hooks.rate import CurrentRate
 from hookdrop.hooks.registry import hooks_of, hooks_removed
+from hookdrop.injection.observing import Record, dropped_elements, require_values
 from hookdrop.injection.sinks import DropoutSink, RateSink
 from hookdrop.regularizers import drops_elements
-from hookdrop.survey.isolation import call, forked_rng, restored_after, set_modes, uncompiled
-from hookdrop.utils.errors import InjectionError
+from hookdrop.survey.isolation import call, restored_after, set_modes, uncompiled
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tables import some, text_table
 from hookdrop.utils.tensor_tree import tensors
-from hookdrop.utils.torch_internals import functorch_stack
 from hookdrop.utils.validation import count
-
-Record: TypeAlias = Callable[[RateSink, float | None, Tensor, Tensor, Tensor | None], None]
-"""Receives (sink, rate, input, output, dropped) of each tensor that a regularizer processes. The rate is None if the
-regularizer has none; `dropped` is True where the output does not depend on the input, or None if no element is dropped.
-"""
 
 
 @dataclass
@@ -138,7 +133,7 @@ def measured_into(sinks: Sequence[RateSink], record: Record) -> Iterator[None]:
     """
     own = [sink for sink in sinks if isinstance(sink, DropoutSink)]
     if own:
-        from hookdrop.injection.own_dropout import observed_into
+        from hookdrop.injection.own_dropout import observed_into  # only dropout of the model needs it
     lives: list[Any] = list(dict.fromkeys(sink.state.live for sink in sinks))
     for live in lives:
         live.observe = live.observe or Observers()
@@ -179,36 +174,6 @@ class Observers(list[Record]):
             # A stopped gradient is no dropped element.
             record(hook, rate.value, x, y, dropped if drops_elements(hook.regularizer) else None)
         return y
-
-
-def dropped_elements(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return where the result of `fn` does not depend on `x`, and leave the RNG state."""
-    with forked_rng(x):
-        return _derivative(fn, x) == 0
-
-
-def _derivative(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    # Hide these saved tensors from a surrounding activation checkpoint, which counts them.
-    uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-    with torch.inference_mode(False), torch.enable_grad(), uncounted:
-        twin = x.detach().clone().requires_grad_()
-        out = fn(twin)
-        grad = torch.autograd.grad(out.sum(), twin, allow_unused=True)[0] if out.requires_grad else None
-    return torch.zeros_like(x) if grad is None else grad
-
-
-def require_values(x: Tensor) -> None:
-    """Raise `InjectionError` if a tensor has no values: on the meta device, or in a transform of `torch.func`."""
-    if functorch_stack() is not None:
-        raise InjectionError(
-            "recording and probe cannot be used inside torch.func (vmap, grad, ...), where tensors have no values.\n"
-            "  record a forward outside of it"
-        )
-    if x.is_meta:
-        raise InjectionError(
-            "tensors on the meta device have no values, so nothing can be measured.\n"
-            '  first materialize the model: model.to_empty(device="cpu"), then load its weights'
-        )
 
 
 # --- a few forward passes without side effects

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from hookdrop.hooks.registry import hooks_removed
 from hookdrop.hooks.state import InjectionState
-from hookdrop.injection.measurement import Record, dropped_elements, require_values
+from hookdrop.injection.observing import Record, dropped_elements, require_values
 from hookdrop.injection.sinks import DropoutSink, ObservedRate
 from hookdrop.survey.drop_rates import ATTENTION, DropRate, active_rate, known_drop_rates, rounded
 from hookdrop.survey.facts import survey

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from hookdrop.guards.problems import warn_about_shape
-from hookdrop.hooks.hook import NO_RATE, CurrentRate, SiteHook
+from hookdrop.hooks.hook import SiteHook
+from hookdrop.hooks.rate import NO_RATE, CurrentRate
 from hookdrop.hooks.state import InjectionState, Override
 from hookdrop.injection.sinks import RateSink
 
