@@ -46,7 +46,7 @@ def images_of(x: Tensor, sample: int, channels: int) -> list[Tensor]:
     if x.dim() < 3:
         return [x.reshape(len(x), -1)]
     if not -len(x) <= sample < len(x):
-        raise ShapeError(f"got {tuple(x.shape)}, which has no sample={sample}: the batch size is {len(x)}.")
+        raise ShapeError(f"got {tuple(x.shape)}, which has no sample {sample}: the batch size is {len(x)}.")
     if x.dim() == 3:
         return [x[sample]]
     maps = x.movedim(channel_axis(x.shape), 1)[sample]
@@ -56,8 +56,9 @@ def images_of(x: Tensor, sample: int, channels: int) -> list[Tensor]:
 def blocks_figure(blocks: Mapping[str, Rows], sample: int = 0, channels: int = 8, figure: Any = None) -> Figure:
     """Draw blocks from top to bottom, each with a row per tensor and a column per channel."""
     shown = [[images_of(x, sample, channels) for x in rows.values()] for rows in blocks.values()]
-    heights = [0.75 + 1.05 * len(rows) * (2 if len(rows[0]) == 1 else 1) for rows in shown]
-    width = max(5.0, *(1.6 + 1.05 * len(rows[0]) for rows in shown))
+    columns = [max(map(len, rows)) for rows in shown]
+    heights = [0.75 + 1.05 * len(rows) * (2 if count == 1 else 1) for rows, count in zip(shown, columns, strict=True)]
+    width = max(5.0, *(1.6 + 1.05 * count for count in columns))
     figure = get_figure(figure, width, sum(heights))
     parts = figure.subfigures(len(blocks), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, (title, rows), images in zip(parts, blocks.items(), shown, strict=True):
@@ -75,7 +76,7 @@ def _draw_block(part: SubFigure, tensors: Rows, rows: list[list[Tensor]]) -> Non
     """Draw one row per tensor, with one color scale for all but the masks."""
     from matplotlib.colors import ListedColormap
 
-    table = part.subplots(len(rows), len(rows[0]), squeeze=False)
+    table = part.subplots(len(rows), max(map(len, rows)), squeeze=False)
     values = torch.cat(
         [torch.empty(0), *(image[image.isfinite()] for row in rows for image in row if not _is_mask(image))]
     )
@@ -86,7 +87,9 @@ def _draw_block(part: SubFigure, tensors: Rows, rows: list[list[Tensor]]) -> Non
     of_mask = scale | {"cmap": ListedColormap([DROPPED, KEPT]), "vmin": 0, "vmax": 1}
     drawn = None
     for (label, x), row, line in zip(tensors.items(), rows, table, strict=True):
-        for index, (image, axes) in enumerate(zip(row, line, strict=True)):
+        for axes in line[len(row) :]:
+            axes.set_axis_off()
+        for index, (image, axes) in enumerate(zip(row, line, strict=False)):
             one = axes.imshow(
                 image.numpy(), aspect="equal" if x.dim() > 3 else "auto", **of_mask if _is_mask(image) else scale
             )

@@ -40,7 +40,8 @@ class Seen:
         if found := self.tensors.get(kind):
             return tuple(x for _, x in sorted(found.items())) if self._is_all else found[0]
         if kind in self.tensors:
-            raise NotRecordedError(f"there was no {kind}.\n  a gradient needs a backward pass inside the `with` block")
+            why = {"gradient": "run the backward pass inside the `with` block"}
+            raise NotRecordedError(f"there was no {kind}.\n  {why.get(kind, 'it was no floating-point tensor')}")
         raise NotRecordedError(f"the {kind} was not kept.\n  write capture(..., what={(*self.tensors, kind)})")
 
     def shapes(self) -> list[str]:
@@ -143,7 +144,7 @@ class capture(Watch[Seen]):
 
     def __repr__(self) -> str:
         rows = [(name, self._counts[name], *seen.shapes()) for name, seen in self.items()]
-        return "\n".join([text_table(("layer", "calls", *self._kinds), rows), self.never]).rstrip()
+        return "\n".join([text_table(("layer", "calls", *self._kinds), rows), self.never()]).rstrip()
 
     def plot(
         self, layer: str, image: int = 0, channels: int = 16, *, recorded: Recording | None = None, figure: Any = None
@@ -159,10 +160,13 @@ class capture(Watch[Seen]):
                 tensor before the regularizer, and the mask.
             figure: a matplotlib `Figure` or `SubFigure` to draw into, instead of a new one.
         """
-        rows = {kind: found[0] for kind, found in self[layer].tensors.items() if found}
+        title, rows = layer or "the model", {kind: found[0] for kind, found in self[layer].tensors.items() if found}
+        gradient = {kind: rows.pop(kind) for kind in ("gradient",) if kind in rows}  # which has a scale of its own
         if recorded is not None and layer in recorded:
             rows = {"before": recorded[layer].before, "mask": recorded[layer].mask, **rows}
-        return blocks_figure({layer or "the model": rows}, image, channels, figure)
+        blocks = {title: rows, f"{title}: gradient": gradient}
+        shown = {name: block for name, block in blocks.items() if block}
+        return blocks_figure(shown, image, count(channels, "channels", "plot"), figure)
 
     def add_to(self, writer: Any, step: int, *, recorded: Recording | None = None) -> None:
         """Write the figure of each layer to a TensorBoard `SummaryWriter`, as `observe/<layer>`."""

@@ -45,11 +45,13 @@ def compare(
         x: its input, as `example_input` of `inject`.
         drop: the injection, at its current rate.
         layers, exclude: which layers, as in `inject`.
-        loss: maps the output of the model to a number, for the gradients.
+        loss: maps the output of the model to a number, for the gradients: the mean square of its first tensor.
 
     Returns:
         The relative differences by layer; `print` it.
     """
+    if not isinstance(drop, Injection):
+        raise TypeError(f"compare: drop must be an Injection, got {type(drop).__name__}.\n  compare(model, x, drop)")
     inner, runs = unwrapped(model), list[capture]()
     trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
     try:
@@ -72,7 +74,10 @@ def compare(
 
 
 class Difference(NamedTuple):
-    """How much an injection changes a layer: |with - without| / |without|; None if the shapes differ."""
+    """How much an injection changes a layer: |with - without| / |without|; None if the shapes differ.
+
+    Unrelated tensors of the same norm differ by sqrt(2).
+    """
 
     output: float | None
     gradient: float | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics as averages
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -24,7 +23,7 @@ from hookdrop.utils.validation import count, given_channel_axis
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MANY, FAR, LARGE_UPDATE = 0.1, 1e3, 0.1  # what is worth a sentence: of the units, of the median gradient, of a weight
+MANY, FAR, LARGE_UPDATE = 0.1, 1e4, 0.1  # what is worth a sentence: of the units, of the last gradient, of a weight
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class LayerStatistics:
     zeros: float  #: The fraction of elements that are zero.
     units: int  #: Channels of maps, or features.
     dead: int  #: Units that were zero for every sample.
-    saturated: int  #: Units of a bounded activation that were within 1 % of a bound for every sample.
+    saturated: int  #: Units of a bounded activation of which 90 % of the values were within 1 % of a bound.
     not_finite: int  #: Samples with NaN or infinite values.
     gradient: float | None  #: The mean norm of the gradient of the output, times the loss scale of a `GradScaler`.
     weight_gradient: float | None  #: The norm of the gradient of all parameters inside, in the last measured step.
@@ -51,17 +50,19 @@ class LayerStatistics:
         return self.not_finite, (self.dead + self.saturated) / max(self.units, 1), -(self.gradient or math.inf)
 
     def doubts(self, usual: float) -> Iterator[tuple[str, float, str]]:
-        """Yield what to do, how bad it is, and what looks unhealthy; `usual` is the median gradient of all layers."""
+        """Yield what to do, how bad it is, and what looks unhealthy; `usual` is the gradient of the last layer."""
         if self.not_finite:  # in the order of the calls: the first layer is the cause
             fact = f"{{}} returned NaN or infinite values for {self.not_finite} of {self.samples} samples"
             yield "not finite", 0.0, fact
-        for number, what in ((self.dead, "zero"), (self.saturated, "saturated")):
+        of_all = f"for all {self.samples} samples"
+        for number, what, when in ((self.dead, "zero", of_all), (self.saturated, "saturated", "nearly all the time")):
             if number > MANY * self.units:
-                fact = f"{number} of {self.units} units of {{}} were {what} for all {self.samples} samples"
-                yield what, number / self.units, fact
-        if self.gradient is not None and not usual / FAR <= self.gradient <= usual * FAR:
-            far = math.log(self.gradient / usual) if self.gradient else -math.inf
-            fact = f"the gradient of {{}} has a norm of {self.gradient:.3g}, and the median layer {usual:.3g}"
+                yield what, number / self.units, f"{number} of {self.units} units of {{}} were {what} {when}"
+        if self.gradient == 0.0:
+            yield "none", 0.0, "no gradient reaches {}"
+        elif self.gradient and max(self.gradient / usual, usual / self.gradient) > FAR:
+            far = math.log(self.gradient / usual)
+            fact = f"the gradient of {{}} has a norm of {self.gradient:.3g}, and that of the last layer {usual:.3g}"
             yield "small" if far < 0 else "large", abs(far), fact
         if self.update and self.weight and self.update > LARGE_UPDATE * self.weight:
             share = self.update / self.weight
@@ -71,6 +72,7 @@ class LayerStatistics:
 _ADVICE = {
     "not finite": "lower the learning rate, clip gradients, or look at what comes in: capture(..., what='input')",
     "zero": "lower the learning rate, or use an activation with a slope below zero, such as nn.LeakyReLU",
+    "none": "look for a layer after it that is dead or saturated, or for a loss that does not use it",
     "saturated": "scale down what comes in: smaller initial weights, a norm before it, or a lower learning rate",
     "small": "add a skip connection or a norm between it and the loss",
     "large": "clip the gradients, or lower the learning rate",
@@ -122,7 +124,7 @@ class statistics(Watch[LayerStatistics]):
         self.every, self._axis = count(every, "every", "statistics"), channel_dim
         self._inside = {name: list(module.parameters()) for name, module in self.layers.items()}
         self._parameters = {p for inside in self._inside.values() for p in inside}
-        self._sampled = self._stepped = self._before_that = -1
+        self._sampled = self._stepped = self._before_that = 0
         """The forward that was measured last, and those before the last two optimizer steps."""
         self._old: dict[Tensor, Tensor] = {}
         self._norms: dict[Tensor, list[Tensor]] = {}
@@ -138,7 +140,7 @@ class statistics(Watch[LayerStatistics]):
         module, sums = self.layers[name], self.seen.get(name)
         if sums is None or module.training > sums.training:
             sums = self.seen[name] = _Sums(module)
-        self._sampled = self._forwards if module.training else self._sampled
+        self._sampled = self.now if module.training else self._sampled
         if module.training == sums.training:
             for x in filter(Tensor.numel, found):
                 sums.add(x.detach().float() if x.element_size() < 4 else x.detach(), self._axis)
@@ -148,8 +150,8 @@ class statistics(Watch[LayerStatistics]):
         return sums.add_gradient
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._stepped != self._forwards:  # else another optimizer steps after the same forward
-            self._before_that, self._stepped = self._stepped, self._forwards
+        if self._stepped != self.now:  # else another optimizer steps after the same forward
+            self._before_that, self._stepped = self._stepped, self.now
         if self._sampled > self._before_that:  # there may be several forwards for a step
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             self._old = {p: p.detach().clone() for p in trained if p in self._parameters}
@@ -176,14 +178,15 @@ class statistics(Watch[LayerStatistics]):
         Of a layer and one inside it for which the same is true, only the inner one is named.
         """
         found = dict(self)
-        usual = averages.median([one.gradient for one in found.values() if one.gradient] or [math.nan])
-        told = [(name, *doubt) for name, one in found.items() for doubt in one.doubts(usual)]
+        usual = [one.gradient for one in found.values() if one.gradient and math.isfinite(one.gradient)][-1:] or [1.0]
+        told = [(name, *doubt) for name, one in found.items() for doubt in one.doubts(usual[0])]
         inside = {(name.rpartition(".")[0], *doubt) for name, *doubt in told}
         facts: dict[str, list[str]] = {kind: [] for kind in _ADVICE}
         for name, kind, badness, fact in sorted(told, key=lambda one: -one[2]):
             if (name, kind, badness, fact) not in inside:
                 facts[kind].append(fact.format(repr(name)))
-        facts["never"] = [self.never] * bool(self.never)
+        never = self.never(with_parameters=True)
+        facts["never"] = [never] * bool(never)
         return [
             "\n".join(
                 [*some[:3], *[f"and so on, in {len(some) - 3} more layers"] * (len(some) > 3), f"  {_ADVICE[kind]}"]
@@ -213,6 +216,7 @@ class statistics(Watch[LayerStatistics]):
             axes.tick_params(labelsize=7)
         table[0].set(xlim=(0, 100))
         table[0].invert_yaxis()
+        table[0].margins(y=0.01)
         if any(one.gradient for one in found):
             table[2].set_xscale("log")
         return drawn
@@ -234,7 +238,7 @@ class _Sums:
         self.not_finite: Any = 0
         self.gradient: Any = 0.0
         self.alive: Any = False  # of each unit, whether it was ever not zero
-        self.between: Any = False  # of each unit, whether it was ever between the bounds of the activation
+        self.between: Any = 0  # of each unit, how many values were between the bounds of the activation
 
     def add(self, x: Tensor, axis: int | None) -> None:
         x = x if x.dim() > 1 else x[:, None]
@@ -255,8 +259,8 @@ class _Sums:
         self.alive = self.alive | (largest != 0).any(0)
         self.not_finite = self.not_finite + largest.isfinite().all(1).logical_not().sum()
         if self.bounds is not None:
-            between = ((x > self.bounds[0]) & (x < self.bounds[1])).movedim(axis, 0).flatten(1)
-            self.between = self.between | between.any(1)
+            between = (x > self.bounds[0]) & (x < self.bounds[1])
+            self.between = self.between + between.movedim(axis, 0).flatten(1).sum(1)
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
         self.gradients += 1
@@ -264,7 +268,9 @@ class _Sums:
 
     def result(self, norms: Sequence[float]) -> LayerStatistics:
         alive, elements = torch.as_tensor(self.alive), max(self.elements, 1)
-        saturated = alive & torch.as_tensor(self.between).logical_not() if self.bounds else torch.zeros(())
+        values = elements / alive.numel()  # of each unit
+        # Not all of them, because recurrent layers begin in the middle.
+        saturated = alive & (10 * self.between <= values) if self.bounds else torch.zeros(())
         numbers = (self.mean, (self.squares / elements) ** 0.5, self.largest, self.zeros / elements)
         counts = (alive.numel(), alive.logical_not().sum(), saturated.sum(), self.not_finite)
         gradient = _number(self.gradient) / self.gradients if self.gradients else None
@@ -279,8 +285,10 @@ def _number(x: Any) -> float:
 def _bounds(module: nn.Module) -> tuple[float, float] | None:
     """Return the range that an activation function leaves only where it is saturated; None of any other module.
 
-    It is a module without parameters whose output is bounded, and depends on each element alone.
+    It is a module without parameters whose output is bounded, and depends on each element alone; or a recurrent one.
     """
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase) and not getattr(module, "proj_size", 0):
+        return (-0.98, 0.98) if getattr(module, "nonlinearity", "tanh") == "tanh" else None
     if any(True for _ in (*module.children(), *module.parameters(), *module.buffers())):
         return None
     forward, far = module.forward, torch.tensor([-1e4, 1e4])

@@ -40,8 +40,9 @@ class Watch(Mapping[str, Value], Generic[Value]):
         self.model, self.tensor = unwrapped(model), tensor
         self.layers = {layer.name: layer.module for layer in hookable(select(model, layers, exclude))[0]}
         self.seen: dict[str, Any] = {}
-        self._called = set[str]()
-        self._hooks, self._forwards, self._keys = ExitStack(), 0, itertools.count()
+        self._calls = dict.fromkeys(self.layers, 0)
+        self._forwards = self.now = 0  # of the whole model, and the one in progress
+        self._hooks, self._keys = ExitStack(), itertools.count()
         self._pending: dict[int, RemovableHandle] = {}  # hooks on tensors whose gradient has not arrived
 
     def before(self, name: str, found: Tensors) -> None:
@@ -79,7 +80,7 @@ class Watch(Mapping[str, Value], Generic[Value]):
     def __getitem__(self, name: str) -> Value:
         if name in self.seen:
             return self.value(name)
-        why = "it returned no floating-point tensor" if name in self._called else "it did not run in the `with` block"
+        why = "it returned no floating-point tensor" if self._calls.get(name) else "it did not run in the `with` block"
         why = why if name in self.layers else f"it was not watched{did_you_mean(name, self.layers)}"
         raise NotRecordedError(f"nothing is known of {name!r}: {why}\n  seen: {some(list(self)) or 'nothing'}")
 
@@ -89,10 +90,11 @@ class Watch(Mapping[str, Value], Generic[Value]):
     def __len__(self) -> int:
         return len(self.seen)
 
-    @property
-    def never(self) -> str:
-        """The layers that did not run, as a sentence; empty if there are none."""
-        absent = [name for name in self.layers if name not in self._called]
+    def never(self, *, with_parameters: bool = False) -> str:
+        """Return the layers that did not run as a sentence; empty if there are none."""
+        absent = [name for name, calls in self._calls.items() if not calls]
+        if with_parameters:
+            absent = [name for name in absent if any(True for _ in self.layers[name].parameters())]
         return f"never ran: {some(absent)}" if absent else ""
 
     def _count(self, *call: Any) -> None:
@@ -103,14 +105,15 @@ class Watch(Mapping[str, Value], Generic[Value]):
             self._pending = {key: handle for key, handle in pending if handle.hooks_dict_ref() is not None}
 
     def _before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_sampled() and not is_recomputing():
+        if self._is_sampled(name) and not is_recomputing():
             self.before(name, self.chosen(name, bind_arguments(module, args, kwargs)))
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        self._called.add(name)
-        if not self._is_sampled() or not (found := self.chosen(name, output)):
+        sampled, recomputes = self._is_sampled(name), is_recomputing()
+        self._calls[name] += not recomputes
+        if not sampled or not (found := self.chosen(name, output)):
             return
-        if not is_recomputing():
+        if not recomputes:
             self.after(name, found)
         # A reentrant checkpoint has gradients only in what it recomputes, any other only in the first forward.
         receive = self.receiver(name) if name in self.seen else None
@@ -118,8 +121,10 @@ class Watch(Mapping[str, Value], Generic[Value]):
             if x.requires_grad:
                 self._await_gradient(x, index, receive)
 
-    def _is_sampled(self) -> bool:
-        return max(self._forwards - 1, 0) % self.every == 0
+    def _is_sampled(self, name: str) -> bool:
+        # Of a model whose own forward never runs, such as a LightningModule, each layer counts its calls.
+        self.now = self._forwards or self._calls[name] + 1
+        return (self.now - 1) % self.every == 0
 
     def _await_gradient(self, x: Any, index: int, receive: Any) -> None:
         def arrived(gradient: Tensor) -> None:

@@ -174,6 +174,11 @@ def test_a_hooked_layer_is_drawn_before_and_after_its_mask(model: Small, images:
     assert labels[:3] == ["before", "mask", "output"]
     shown = [axes.images[0].get_array() for axes in figure.subfigs[0].axes if axes.images][8:12]
     assert all_equal([torch.as_tensor(image.data) for image in shown], list(seen["layer1.0"].output[1, :4]))
+    with observe.capture(model, "conv1", what=("input", "output", "gradient")) as first:
+        model(images).sum().backward()
+    parts = first.plot("conv1").subfigs  # 3 channels and 8, and a scale for the gradient
+    assert [part.get_suptitle() for part in parts] == ["conv1", "conv1: gradient"]
+    assert [sum(bool(axes.images) for axes in part.axes) for part in parts] == [11, 8]
     written: list[Any] = []
     writer = type("Writer", (), {"add_figure": lambda self, *given: written.append(given)})()
     seen.add_to(writer, 7, recorded=recorded)
