@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hookdrop.injection.figures import blocks_figure
 from hookdrop.injection.recording import Recording
 from hookdrop.observe.watch import Receiver, Tensors, Watch
-from hookdrop.utils.errors import NotRecordedError
+from hookdrop.utils.errors import NotRecordedError, ShapeError, warn
 from hookdrop.utils.select import Entries
 from hookdrop.utils.tables import shape_text, text_table
 from hookdrop.utils.tensor_tree import TensorKey, detached_copy
@@ -27,21 +27,21 @@ KINDS = ("input", "output", "gradient")
 class Seen:
     """What was kept of one call of a layer: `input`, `output` and `gradient`, as far as they were requested.
 
-    With `tensor="all"`, each is a tuple of tensors.
+    With `tensor="all"`, each is a tuple of tensors, and None where a tensor has no gradient.
     """
 
-    def __init__(self, kinds: Sequence[str], is_all: bool) -> None:
+    def __init__(self, kinds: Sequence[str]) -> None:
         self.tensors: dict[str, dict[int, Tensor]] = {kind: {} for kind in kinds}
-        self._is_all = is_all
+        self.count = 0  # of the tensors, with `tensor="all"`; 0 otherwise
 
     def __getattr__(self, kind: str) -> Any:
         if kind not in KINDS:
             raise AttributeError(f"{type(self).__name__!r} has no attribute {kind!r}; it has {', '.join(KINDS)}.")
         if found := self.tensors.get(kind):
-            return tuple(x for _, x in sorted(found.items())) if self._is_all else found[0]
+            return tuple([found.get(index) for index in range(self.count)]) if self.count else found[0]
         if kind in self.tensors:
-            why = {"gradient": "run the backward pass inside the `with` block"}
-            raise NotRecordedError(f"there was no {kind}.\n  {why.get(kind, 'it was no floating-point tensor')}")
+            why = {"gradient": "run backward() inside the block, and checkpoints with use_reentrant=False"}
+            raise NotRecordedError(f"there was no {kind}.\n  {why.get(kind, 'it was no dense floating-point tensor')}")
         raise NotRecordedError(f"the {kind} was not kept.\n  write capture(..., what={(*self.tensors, kind)})")
 
     def shapes(self) -> list[str]:
@@ -63,10 +63,11 @@ class capture(Watch[Seen]):
     Args:
         model: any `nn.Module`, wrapped (DDP, torch.compile, ...) or not.
         layers, exclude: which layers, as in `inject`.
-        what: of `"input"`, `"output"` and `"gradient"` (of the output). A gradient arrives with a backward pass inside
-            the block.
+        what: of `"input"`, `"output"` and `"gradient"` (of the output). A gradient arrives with the first backward pass
+            inside the block. A reentrant checkpoint hides it.
         last: how many calls of each layer are kept, at least 1.
-        tensor: which tensor of a tuple, list, dict or dataclass, as in `inject`.
+        tensor: which tensor of a tuple, list, dict or dataclass, as in `inject`: of the output, or of the input if only
+            that is kept.
         to: the device of the copies; None keeps them on that of the tensor.
         detach: False keeps copies of inputs and outputs in the graph, for a loss that is computed from them.
 
@@ -101,34 +102,39 @@ class capture(Watch[Seen]):
         to: CopyDevice = None,
         detach: bool = True,
     ) -> None:
-        kinds = (what,) if isinstance(what, str) else tuple(what)
-        self._kinds = [one_of(kind, "what", "capture", KINDS) for kind in kinds]
+        kinds = (what,) if isinstance(what, str) else tuple(what or ())
+        self._kinds = [one_of(kind, "what", "capture", KINDS) for kind in dict.fromkeys(kinds)]
+        if not kinds:
+            raise ValueError(f"capture: what must name at least one of {', '.join(map(repr, KINDS))}, got {what!r}.")
         self._last, self._to, self._detach = count(last, "last", "capture"), to, detach
         torch.empty(0, device=to)  # an unknown device raises here
         super().__init__(model, layers, exclude, tensor)
+        self.selects_input = self._kinds == ["input"]
         self._counts = dict.fromkeys(self.layers, 0)
-        self._inputs: dict[str, dict[int, Tensor]] = {}
+        self._inputs: dict[str, list[dict[int, Tensor]]] = {name: [] for name in self.layers}  # of calls in progress
 
     def before(self, name: str, found: Tensors) -> None:
         if "input" in self._kinds:
-            self._inputs[name] = self._copies(found)
+            self._inputs[name].append(self._copies(found))
 
-    def after(self, name: str, found: Tensors) -> None:
-        seen = Seen(self._kinds, self.tensor == "all")
-        if "input" in self._kinds:
-            seen.tensors["input"] = self._inputs.pop(name, {})
+    def after(self, name: str, found: Tensors) -> Receiver | None:
+        seen = Seen(self._kinds)
+        if "input" in self._kinds and self._inputs[name]:
+            seen.tensors["input"] = self._inputs[name].pop()
         if "output" in self._kinds:
             seen.tensors["output"] = self._copies(found)
+        if self.tensor == "all":
+            seen.count = max(len(found), *map(len, seen.tensors.values()))
         self.seen.setdefault(name, deque(maxlen=self._last)).append(seen)
         self._counts[name] += 1
-
-    def receiver(self, name: str) -> Receiver | None:
-        if "gradient" not in self._kinds:
+        gradients = seen.tensors.get("gradient")
+        if gradients is None:
             return None
-        # Of the calls that checkpoints recompute, the last one comes first.
-        kept = [seen.tensors["gradient"] for seen in self.seen[name]]
-        gradients = [one for one in kept if not one][-1:] or kept[-1:]
-        return lambda index, gradient: gradients[0].update({index: detached_copy(gradient, self._to)})
+        return lambda index, gradient: gradients.update({index: detached_copy(gradient, self._to)})
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._inputs = {name: [] for name in self.layers}  # those of calls that failed
 
     def _copies(self, found: Tensors) -> dict[int, Tensor]:
         if self._detach:
@@ -165,10 +171,16 @@ class capture(Watch[Seen]):
         if recorded is not None and layer in recorded:
             rows = {"before": recorded[layer].before, "mask": recorded[layer].mask, **rows}
         blocks = {title: rows, f"{title}: gradient": gradient}
-        shown = {name: block for name, block in blocks.items() if block}
+        if not (shown := {name: block for name, block in blocks.items() if block}):
+            raise NotRecordedError(f"nothing was kept of the last call of {layer!r}: {self[layer]}.")
         return blocks_figure(shown, image, count(channels, "channels", "plot"), figure)
 
     def add_to(self, writer: Any, step: int, *, recorded: Recording | None = None) -> None:
         """Write the figure of each layer to a TensorBoard `SummaryWriter`, as `observe/<layer>`."""
         for name in self:
-            writer.add_figure(f"observe/{name or 'model'}", self.plot(name, recorded=recorded), step)
+            try:
+                figure = self.plot(name, recorded=recorded)
+            except (ShapeError, NotRecordedError) as error:
+                warn(f"{name!r} is not written: {error}")
+            else:
+                writer.add_figure(f"observe/{name or 'model'}", figure, step)

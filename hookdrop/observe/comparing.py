@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -52,24 +53,28 @@ def compare(
     """
     if not isinstance(drop, Injection):
         raise TypeError(f"compare: drop must be an Injection, got {type(drop).__name__}.\n  compare(model, x, drop)")
-    inner, runs = unwrapped(model), list[capture]()
+    inner, runs, idle = unwrapped(model), list[capture](), ""
     trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
     try:
         inner.requires_grad_(False)  # no gradient of a parameter is computed
         for context in (nullcontext(), drop.disabled()):
-            with without_bookkeeping(model), restored_after(inner), torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad(), without_bookkeeping(model), restored_after(inner):
                 for module in [] if inner.training else inner.modules():
                     module.training = True
                 with context, _Run(inner, layers, exclude) as seen:
-                    torch.autograd.backward(loss(call(inner, x)))
+                    if (total := loss(call(inner, x))).requires_grad:
+                        torch.autograd.backward(total)
+                sink = drop._sinks[0]
+                acts = sink.state.on and sink.p != sink.rate.neutral and getattr(sink, "called", True)
+                idle = idle or ("it changes nothing in these layers" if acts else why_idle(sink))
             runs.append(seen)
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
     pairs = {name: (runs[0][name], runs[1][name]) for name in runs[0] if name in runs[1]}
     found = Comparison({name: Difference(*(_relative(kind, *pair) for kind in KINDS)) for name, pair in pairs.items()})
-    if not any(value for difference in found.values() for value in difference):
-        found.note = f"nothing differs: {why_idle(drop._sinks[0])}"
+    if all(value == 0.0 for difference in found.values() for value in difference):
+        found.note = f"nothing differs: {idle}"
     return found
 
 
@@ -100,7 +105,7 @@ class _Run(capture):
         super().__init__(model, layers, exclude=exclude, what=KINDS)
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.chosen(name, output):
+        if self.chosen(name, output, None):
             output = map_tensor(output, None, lambda x: x if x.requires_grad else x.detach().requires_grad_().clone())
         super()._after(name, module, args, output)
         return output
@@ -110,4 +115,5 @@ def _relative(kind: str, one: Seen, other: Seen) -> float | None:
     a, b = one.tensors[kind].get(0), other.tensors[kind].get(0)
     if a is None or b is None or a.shape != b.shape:
         return None
-    return float((a - b).float().norm() / b.float().norm().clamp_min(torch.finfo(torch.float32).tiny))
+    difference, scale = float((a.double() - b.double()).norm()), float(b.double().norm())
+    return difference / scale if scale else math.inf if difference else 0.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -18,7 +20,8 @@ from hookdrop.survey.isolation import forked_rng
 from hookdrop.utils.select import Entries
 from hookdrop.utils.tables import text_table
 from hookdrop.utils.tensor_tree import TensorKey
-from hookdrop.utils.validation import count, given_channel_axis
+from hookdrop.utils.torch_internals import parameters_of
+from hookdrop.utils.validation import count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,9 +43,10 @@ class LayerStatistics:
     saturated: int  #: Units of a bounded activation of which 90 % of the values were within 1 % of a bound.
     not_finite: int  #: Samples with NaN or infinite values.
     gradient: float | None  #: The mean norm of the gradient of the output, times the loss scale of a `GradScaler`.
-    weight_gradient: float | None  #: The norm of the gradient of all parameters inside, in the last measured step.
+    bad_gradients: int  #: Measured backward passes whose gradient was NaN or infinite; the mean leaves them out.
+    weight_gradient: float | None  #: The norm of the gradient of the trained parameters inside.
     weight: float | None  #: The norm of these parameters.
-    update: float | None  #: The norm of what that step changed.
+    update: float | None  #: The norm of what the last measured step changed.
 
     @property
     def badness(self) -> tuple[float, ...]:
@@ -58,6 +62,9 @@ class LayerStatistics:
         for number, what, when in ((self.dead, "zero", of_all), (self.saturated, "saturated", "nearly all the time")):
             if number > MANY * self.units:
                 yield what, number / self.units, f"{number} of {self.units} units of {{}} were {what} {when}"
+        if self.bad_gradients:
+            fact = f"the gradient of {{}} was NaN or infinite in {self.bad_gradients} measured backward passes"
+            yield "bad gradient", -1.0 if self.not_finite else 0.0, fact
         if self.gradient == 0.0:
             yield "none", 0.0, "no gradient reaches {}"
         elif self.gradient and max(self.gradient / usual, usual / self.gradient) > FAR:
@@ -71,6 +78,7 @@ class LayerStatistics:
 
 _ADVICE = {
     "not finite": "lower the learning rate, clip gradients, or look at what comes in: capture(..., what='input')",
+    "bad gradient": "look at the loss, unless a GradScaler skipped these steps",
     "zero": "lower the learning rate, or use an activation with a slope below zero, such as nn.LeakyReLU",
     "none": "look for a layer after it that is dead or saturated, or for a loss that does not use it",
     "saturated": "scale down what comes in: smaller initial weights, a norm before it, or a lower learning rate",
@@ -92,8 +100,9 @@ class statistics(Watch[LayerStatistics]):
     Args:
         model: any `nn.Module`, wrapped or not.
         layers, exclude, tensor: which layers and which of their outputs, as in `inject`.
-        every: how many forwards of the model there are for each one that is measured, the first included. The optimizer
-            step after it is measured too, with a copy of the parameters.
+        every: how many forwards of the model there are for each one that is measured, the first included; those in
+            training and in eval mode are counted apart. So are the steps of each optimizer, which need a copy of the
+            parameters.
         channel_dim: the axis of the units. None is 1 for maps (N, C, H, W), and the last one for tokens and features.
 
     Raises:
@@ -120,51 +129,70 @@ class statistics(Watch[LayerStatistics]):
         tensor: TensorKey = None,
         channel_dim: int | None = None,
     ) -> None:
+        if channel_dim is not None and not count(channel_dim, "channel_dim", "statistics", -5):
+            raise ValueError("statistics: channel_dim must not be 0, the axis of the samples.")
         super().__init__(model, layers, exclude, tensor)
-        self.every, self._axis = count(every, "every", "statistics"), channel_dim
+        self.every, self._channel_dim = count(every, "every", "statistics"), channel_dim
+        self._axis: int | None = None  # 1 or -1: the axis of the units of the last layer that shows it
         self._inside = {name: list(module.parameters()) for name, module in self.layers.items()}
         self._parameters = {p for inside in self._inside.values() for p in inside}
-        self._sampled = self._stepped = self._before_that = 0
-        """The forward that was measured last, and those before the last two optimizer steps."""
-        self._old: dict[Tensor, Tensor] = {}
+        self._steps: Counter[torch.optim.Optimizer] = Counter()
+        self._old: dict[torch.optim.Optimizer, dict[Tensor, Tensor]] = {}  # in a measured step
         self._norms: dict[Tensor, list[Tensor]] = {}
         """Of each parameter: the norms of its gradient, of itself, and of its last update."""
 
     def __enter__(self) -> Self:
         super().__enter__()
+        assert self._hooks is not None
         self._hooks.callback(optimizers.register_optimizer_step_pre_hook(self._before_step).remove)
         self._hooks.callback(optimizers.register_optimizer_step_post_hook(self._after_step).remove)
+        self._hooks.callback(self._old.clear)
         return self
 
-    def after(self, name: str, found: Tensors) -> None:
+    def after(self, name: str, found: Tensors) -> Receiver | None:
         module, sums = self.layers[name], self.seen.get(name)
+        if not found or (sums is not None and module.training < sums.training):
+            return None
         if sums is None or module.training > sums.training:
             sums = self.seen[name] = _Sums(module)
-        self._sampled = self.now if module.training else self._sampled
-        if module.training == sums.training:
-            for x in filter(Tensor.numel, found):
-                sums.add(x.detach().float() if x.element_size() < 4 else x.detach(), self._axis)
-
-    def receiver(self, name: str) -> Receiver | None:
-        sums: _Sums = self.seen[name]
+        sums.samples += len(found[0])
+        for x in filter(Tensor.numel, found):
+            x = x.detach().float() if x.element_size() < 4 else x.detach()
+            x = x if x.dim() > 1 else x[:, None]
+            sums.add(x, self._axis_of_units(module, x))
         return sums.add_gradient
 
+    def _axis_of_units(self, module: nn.Module, x: Tensor) -> int:
+        """Return the given axis, or that with an entry for each bias or row of the weight, as in a layer before."""
+        given = self._channel_dim
+        if given is not None and -x.dim() < given < x.dim() and given % x.dim():
+            return given % x.dim()
+        own = parameters_of(module)
+        weight = next((p for p in (own.get("bias"), own.get("weight")) if p is not None and p.dim()), None)
+        axes = [] if weight is None or x.dim() < 3 else [i for i in (1, -1) if x.shape[i] == len(weight)]
+        self._axis = axes[0] if len(axes) == 1 else self._axis
+        return channel_axis(x.shape) if self._axis is None or x.dim() < 3 else self._axis % x.dim()
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._stepped != self.now:  # else another optimizer steps after the same forward
-            self._before_that, self._stepped = self._stepped, self.now
-        if self._sampled > self._before_that:  # there may be several forwards for a step
-            trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            self._old = {p: p.detach().clone() for p in trained if p in self._parameters}
+        if optimizer in self._old:  # a step inside that of a subclass
+            return
+        params, self._old[optimizer] = [p for group in optimizer.param_groups for p in group["params"]], {}
+        if self._steps[optimizer] % self.every == 0:
+            trained = [p for p in params if p in self._parameters and p.requires_grad]
+            self._old[optimizer] = {p: p.detach().clone() for p in trained}
+            if not _closure(args, kwargs):  # some optimizers delete the gradients
+                self._norms |= {p: [_norm(p.grad)] for p in trained if p.grad is not None}
+        self._steps[optimizer] += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for p, old in self._old.items():
-            gradient = torch.zeros_like(old) if p.grad is None else p.grad  # some optimizers delete it
-            self._norms[p] = [torch.linalg.vector_norm(x.float()) for x in (gradient, p.detach(), old.sub_(p.detach()))]
-        self._old = {}
+        for p, old in self._old.pop(optimizer, {}).items():
+            known = [_norm(p.grad)] if _closure(args, kwargs) and p.grad is not None else self._norms.get(p, [])[:1]
+            if known:
+                self._norms[p] = [*known, _norm(p), _norm(old.sub_(p.detach()))]
 
     def value(self, name: str) -> LayerStatistics:
         sums: _Sums = self.seen[name]
-        norms = [list(map(_number, self._norms[p])) for p in self._inside[name] if p in self._norms]
+        norms = [list(map(_number, self._norms[p])) for p in self._inside[name] if len(self._norms.get(p, ())) == 3]
         return sums.result([math.hypot(*column) for column in zip(*norms, strict=True)])
 
     def metrics(self) -> dict[str, float]:
@@ -178,7 +206,7 @@ class statistics(Watch[LayerStatistics]):
         Of a layer and one inside it for which the same is true, only the inner one is named.
         """
         found = dict(self)
-        usual = [one.gradient for one in found.values() if one.gradient and math.isfinite(one.gradient)][-1:] or [1.0]
+        usual = [one.gradient for one in found.values() if one.gradient][-1:] or [math.nan]
         told = [(name, *doubt) for name, one in found.items() for doubt in one.doubts(usual[0])]
         inside = {(name.rpartition(".")[0], *doubt) for name, *doubt in told}
         facts: dict[str, list[str]] = {kind: [] for kind in _ADVICE}
@@ -222,7 +250,8 @@ class statistics(Watch[LayerStatistics]):
         return drawn
 
 
-_COLUMNS = [field.name for field in fields(LayerStatistics) if field.name not in ("weight_gradient", "weight")]
+_HIDDEN = ("bad_gradients", "weight_gradient", "weight")
+_COLUMNS = [field.name for field in fields(LayerStatistics) if field.name not in _HIDDEN]
 
 
 class _Sums:
@@ -230,52 +259,74 @@ class _Sums:
 
     def __init__(self, module: nn.Module) -> None:
         self.training, self.bounds = module.training, _bounds(module)
-        self.samples = self.elements = self.gradients = 0
+        self.samples = self.elements = self.backwards = 0
         self.mean: Any = 0.0
         self.squares: Any = 0.0  # the sum of (x - mean)^2
         self.largest: Any = 0.0
         self.zeros: Any = 0
         self.not_finite: Any = 0
-        self.gradient: Any = 0.0
-        self.alive: Any = False  # of each unit, whether it was ever not zero
-        self.between: Any = 0  # of each unit, how many values were between the bounds of the activation
+        self.gradient: Any = 0.0  # the sum of the norms that are finite
+        self.gradients: Any = 0
+        self.units: dict[int, _Units] = {}  # by their number, since a layer may be called with several shapes
 
-    def add(self, x: Tensor, axis: int | None) -> None:
-        x = x if x.dim() > 1 else x[:, None]
-        axis = given_channel_axis(x.shape, channel_axis(x.shape) if axis is None else axis, "statistics")
+    def add(self, x: Tensor, axis: int) -> None:
         inner, before, new = [i for i in range(1, x.dim()) if i != axis], self.elements, x.numel()
         # Of each sample and unit. Few passes over `x`: `var_mean` alone takes 50 times as long as a sum on a CPU.
         total, low, high = (x.sum(inner), x.amin(inner), x.amax(inner)) if inner else (x, x, x)
         exact = torch.float32 if x.device.type == "mps" else torch.float64
         mean = total.sum(dtype=exact) / new
         squares = (x - mean.to(x.dtype)).square_().sum()
-        self.samples, self.elements = self.samples + len(x), before + new
+        self.elements = before + new
         shift = mean - self.mean
         self.mean = self.mean + shift * (new / self.elements)
         self.squares = self.squares + squares + shift.square() * (before * new / self.elements)
         self.zeros = self.zeros + (new - x.count_nonzero())
         largest = torch.maximum(low.abs(), high.abs())
         self.largest = largest.amax().clamp(min=self.largest)
-        self.alive = self.alive | (largest != 0).any(0)
         self.not_finite = self.not_finite + largest.isfinite().all(1).logical_not().sum()
-        if self.bounds is not None:
-            between = (x > self.bounds[0]) & (x < self.bounds[1])
-            self.between = self.between + between.movedim(axis, 0).flatten(1).sum(1)
+        units = self.units.setdefault(x.shape[axis], _Units())
+        units.values += new // x.shape[axis]
+        units.alive = units.alive | (largest != 0).any(0)
+        if self.bounds is not None:  # zero is no bound that an activation is stuck at, but a dead unit
+            stuck = ((x <= self.bounds[0]) | (x >= self.bounds[1])) & (x != 0)
+            units.stuck = units.stuck + stuck.movedim(axis, 0).flatten(1).sum(1)
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
-        self.gradients += 1
-        self.gradient = self.gradient + torch.linalg.vector_norm(gradient.float())
+        norm = _norm(gradient)
+        self.backwards += 1
+        self.gradients = self.gradients + norm.isfinite()
+        self.gradient = self.gradient + norm.nan_to_num(0.0, 0.0)
 
     def result(self, norms: Sequence[float]) -> LayerStatistics:
-        alive, elements = torch.as_tensor(self.alive), max(self.elements, 1)
-        values = elements / alive.numel()  # of each unit
-        # Not all of them, because recurrent layers begin in the middle.
-        saturated = alive & (10 * self.between <= values) if self.bounds else torch.zeros(())
+        elements, units = max(self.elements, 1), self.units.values()
+        alive = [torch.as_tensor(one.alive) for one in units]
+        saturated = [(one.alive & (10 * one.stuck >= 9 * one.values)).sum() for one in units if self.bounds]
         numbers = (self.mean, (self.squares / elements) ** 0.5, self.largest, self.zeros / elements)
-        counts = (alive.numel(), alive.logical_not().sum(), saturated.sum(), self.not_finite)
-        gradient = _number(self.gradient) / self.gradients if self.gradients else None
-        facts: list[Any] = [self.samples, *map(_number, numbers), *(int(_number(x)) for x in counts), gradient]
+        dead = sum(one.numel() - int(_number(one.sum())) for one in alive)
+        finite = int(_number(self.gradients))
+        facts: list[Any] = [self.samples, *map(_number, numbers), sum(self.units), dead]
+        facts += [int(sum(map(_number, saturated))), int(_number(self.not_finite))]
+        facts += [_number(self.gradient) / finite if finite else None, self.backwards - finite]
         return LayerStatistics(*facts, *(norms or (None, None, None)))
+
+
+@dataclass
+class _Units:
+    """The units of an output, which are channels or features."""
+
+    values: int = 0  # of each
+    alive: Any = False  # whether it was ever not zero
+    stuck: Any = 0  # how many values were near a bound of the activation
+
+
+def _closure(args: Any, kwargs: Any) -> Any:
+    """Return the function that computes the gradients inside an optimizer step, if there is one."""
+    return (*args[1:], kwargs.get("closure"))[0]
+
+
+def _norm(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x.detach(), dtype=torch.promote_types(x.dtype, torch.float32))
+    return norm
 
 
 def _number(x: Any) -> float:
@@ -291,9 +342,12 @@ def _bounds(module: nn.Module) -> tuple[float, float] | None:
         return (-0.98, 0.98) if getattr(module, "nonlinearity", "tanh") == "tanh" else None
     if any(True for _ in (*module.children(), *module.parameters(), *module.buffers())):
         return None
-    forward, far = module.forward, torch.tensor([-1e4, 1e4])
+    far = torch.tensor([-2e4, -1e4, 1e4, 2e4])
     with suppress(Exception), torch.no_grad(), forked_rng():
-        low, high = (float(forward(x)) for x in (far[:1], far[1:]))
-        if -1e3 < low < high < 1e3 and forward(far).tolist() == [low, high]:
+        forward = copy.deepcopy(module).forward  # it may count its calls
+        values = [float(forward(x)) for x in far[:, None]]
+        flat = math.isclose(values[0], values[1], rel_tol=1e-3) and math.isclose(values[2], values[3], rel_tol=1e-3)
+        low, high = values[0], values[3]
+        if flat and -1e3 < low < high < 1e3 and forward(far).tolist() == values:
             return low + 0.01 * (high - low), high - 0.01 * (high - low)
     return None

@@ -104,7 +104,8 @@ def test_a_tensor_of_a_container_is_chosen_as_by_inject() -> None:
     assert torch.equal(seen_with(None).output, x + 1)
     both = seen_with("all")
     assert all_equal([*both.output], [x + 1, x * 2])
-    assert all_equal([*both.gradient], [torch.ones(2, 3)])  # `b` is not used
+    assert torch.equal(both.gradient[0], torch.ones(2, 3))
+    assert both.gradient[1] is None  # not used
     with pytest.raises(ShapeError, match="observe at '0'.*no tensor='c'"):
         seen_with("c")
 
@@ -117,7 +118,49 @@ def test_a_recompute_is_kept_once_with_its_gradient(reentrant: bool) -> None:
         checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
     for name in seen:
         assert len(seen.calls(name)) == 1
-        assert all_equal([seen[name].output, seen[name].gradient], expected[name][1:])
+        assert torch.equal(seen[name].output, expected[name][1])
+        if not reentrant:
+            assert torch.equal(seen[name].gradient, expected[name][2])
+    if reentrant:
+        with pytest.raises(LayerError, match="use_reentrant=False"):
+            seen["0"].gradient  # noqa: B018
+
+
+def test_each_call_has_its_own_gradient() -> None:
+    model = toy(lambda m, x: m.f(torch.tanh(m.f(x))), f=nn.Linear(4, 4))
+    with observe.capture(model, "f", what=BOTH, last=4) as seen:
+        first, second = model(torch.randn(2, 4)), model(torch.randn(2, 4))
+        (first * 2).sum().backward()
+        (second * 3).sum().backward()
+    assert [call.gradient.unique().tolist() for call in seen.calls("f")[1::2]] == [[2.0], [3.0]]
+
+
+def test_inputs_of_recursive_layers_and_of_layers_without_float_outputs() -> None:
+    module = toy(lambda m, x: m(x[1:]) + 1 if len(x) > 1 else x)
+    with observe.capture(model := nn.Sequential(module), "0", what="input", last=3) as seen:
+        model(torch.arange(3.0))
+    assert [call.input.tolist() for call in seen.calls("0")] == [[2.0], [1.0, 2.0], [0.0, 1.0, 2.0]]
+    with observe.capture(model := nn.Sequential(toy(lambda m, x: x.argmax())), "0", what="input") as seen:
+        model(torch.arange(3.0))
+    assert seen["0"].input.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_sparse_tensors_and_those_inside_vmap_are_left_out() -> None:
+    model = nn.Sequential(toy(lambda m, x: x.to_sparse()), toy(lambda m, x: x.to_dense()), nn.ReLU())
+    with observe.capture(model, "*") as seen, observe.statistics(model, every=1) as health:
+        model(torch.eye(3))
+        torch.func.vmap(model[2])(torch.ones(2, 5))
+    assert set(health) == {"1", "2"}
+    assert seen["2"].output.shape == (3, 3)
+    assert repr(seen).splitlines()[2].split() == ["0", "1", "-"]
+
+
+def test_a_block_cannot_be_open_twice() -> None:
+    model = in_place()
+    with observe.capture(model, "0") as seen:
+        model(torch.randn(2, 6))
+        with pytest.raises(hookdrop.InjectionError, match="open already"), seen:
+            pass
 
 
 def test_undetached_copies_can_be_part_of_a_loss() -> None:
@@ -156,7 +199,12 @@ def test_a_layer_that_never_ran_is_named(model: Small, images: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "error"),
-    [({"what": "outputs"}, ValueError), ({"last": 0}, ValueError), ({"to": "nowhere"}, RuntimeError)],
+    [
+        ({"what": "outputs"}, ValueError),
+        ({"what": []}, ValueError),
+        ({"last": 0}, ValueError),
+        ({"to": "nowhere"}, RuntimeError),
+    ],
 )
 def test_invalid_arguments_are_errors(model: Small, settings: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):

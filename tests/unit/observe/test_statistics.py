@@ -120,7 +120,7 @@ def test_norms_of_parameters_are_those_around_the_measured_step(accumulate: int)
             if forward % accumulate == accumulate - 1:
                 optimizer.step()
                 optimizer.zero_grad()
-    step = 4 // accumulate  # the first one after the second measured forward
+    step = 4 if accumulate == 1 else 0  # every fourth of 8 steps, or of 4
     found = health[""]
     assert [found.weight_gradient, found.weight, found.update] == pytest.approx([x.item() for x in seen[step]])
 
@@ -142,8 +142,52 @@ def test_only_every_nth_forward_is_measured_and_in_training_no_eval_call() -> No
         model.eval()(torch.full((50, 2), 1e9))
         for training in (True, False, True, True, True, False, False):
             model.train(training)(torch.ones(4, 2))
-    assert health["0"].samples == 4  # forward 3 of 0 to 7; 0 and 6 ran in eval mode
+    assert health["0"].samples == 8  # forwards 0 and 3 of those in training mode
     assert health["0"].largest < 100
+
+
+def test_eval_forwards_do_not_count_nor_their_gradients() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 2)), torch.randn(4, 3)
+    with observe.statistics(model, every=2) as health:
+        for _ in range(4):
+            (1000 * model.eval()(x)).sum().backward()
+            model.train()(x).sum().backward()
+    assert health["0"].samples == 8
+    assert health["0"].gradient == pytest.approx(8**0.5)
+
+
+def test_units_are_those_of_the_layer_with_weights_before() -> None:
+    relu = nn.ReLU()  # shared by layers of other widths
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), relu, nn.Conv1d(4, 6, 3), relu)
+    with observe.statistics(model, every=1) as health:
+        for length in (20, 25):
+            model(torch.randn(3, 1, length))
+    assert (health["0"].units, health["1"].units) == (4, 10)
+    square = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1))
+    square[0].weight.data[0], square[0].bias.data[0] = 0.0, 0.0
+    with observe.statistics(square) as health:
+        square(torch.randn(3, 1, 8, 20))
+    assert (health["0"].units, health["0"].dead) == (8, 1)
+
+
+def test_gradients_that_overflow_are_counted_apart() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    with observe.statistics(model, every=1) as health:
+        for factor in (1.0, float("inf"), 1.0):
+            (model(torch.ones(2, 3)) * factor).sum().backward()
+    assert health["1"].gradient == pytest.approx(2.0)
+    assert health["1"].bad_gradients == 1
+    assert "the gradient of '1' was NaN or infinite in 1 measured backward passes" in health.doubts()[0]
+
+
+def test_graphs_are_not_kept_and_modules_not_called() -> None:
+    counting = toy(lambda m, x: (setattr(m, "calls", m.calls + 1), x)[1], calls=0)
+    model = nn.Sequential(nn.Linear(3, 2), counting)
+    with observe.statistics(model, every=1) as health:
+        x = torch.randn(4, 3, requires_grad=True)
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    assert counting.calls == 1
+    assert not health.seen["0"].gradient.requires_grad
 
 
 def test_doubts_name_the_layer_and_what_to_do() -> None:
