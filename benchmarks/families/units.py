@@ -73,17 +73,19 @@ def _check_samples(run: Run, name: str, drop: HeadDropout) -> None:
     by_head = kept.unflatten(-1, (-1, drop.heads)).mT if drop.interleaved else kept.unflatten(-1, (drop.heads, -1))
     pattern = by_head.all(-1)  # (rows, heads)
     for sample in range(BATCH):
-        other = Run(run.name, run.module, {key: _replaced(value, sample) for key, value in run.inputs.items()})
+        other = Run(run.name, run.module, {key: _replaced(key, value, sample) for key, value in run.inputs.items()})
         change = (_inputs_of(other, [name])[0][name] - base).abs().movedim(axis, 0).flatten(1).amax(1)
         rows = change > 1e-3 * base.abs().max()  # mixtures of experts round in another order
         require(len({tuple(row) for row in pattern[rows].tolist()}) <= 1, f"{name}: a sample has several draws")
 
 
-def _replaced(value: Any, sample: int) -> Any:
+def _replaced(key: str, value: Any, sample: int) -> Any:
     if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != BATCH:
         return value
+    if not value.is_floating_point() and not key.endswith("input_ids"):  # such as indices of images
+        return value
     value = value.clone()
-    value[sample] = value[sample] + 1.0 if value.is_floating_point() else value[sample].roll(1, -1)
+    value[sample] = value[sample] + 1.0 if value.is_floating_point() else value[sample].roll(1, 0)
     return value
 
 
@@ -111,8 +113,8 @@ class _Cores(TorchFunctionMode):
 
     def _without_head(self, x: Tensor) -> Tensor:
         x = x.clone()
-        folded = self.axis == 0 or x.dim() <= self.axis + 1
-        by_head = x.unflatten(0, (BATCH, -1)).movedim(1, 0) if folded else x.movedim(self.axis, 0)
+        folded = len(x) % BATCH == 0 and (self.axis == 0 or x.dim() <= self.axis + 1)
+        by_head = x.unflatten(0, (BATCH, -1)).movedim(1, 0) if folded else x.movedim(self.axis or 1, 0)
         by_head[torch.arange(len(by_head)) % self.heads == self.head] = 0.0
         return x
 
