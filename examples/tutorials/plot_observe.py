@@ -70,8 +70,8 @@ print(drop)
 # Look at the layers
 # ------------------
 #
-# ``observe.statistics`` has measured every tenth of these steps: a table of the layers, the worst first, and bars in the
-# order of the calls. ``observe.capture`` keeps what passes through a layer.
+# ``observe.statistics`` has measured every tenth of these steps: a table of the layers, the worst first, and bars in
+# the order of the calls. ``observe.capture`` keeps what passes through a layer.
 
 print(health)
 print(health.doubts() or "no doubts")
