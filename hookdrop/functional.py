@@ -12,7 +12,15 @@ serves all rates.
 from hookdrop.regularizers.drop_key import drop_key
 from hookdrop.regularizers.drop_path import drop_path, layer_drop
 from hookdrop.regularizers.dropblock import cutout, drop_block
-from hookdrop.regularizers.dropout import alpha_dropout, dropout, dropout1d, dropout2d, dropout3d, feature_alpha_dropout
+from hookdrop.regularizers.dropout import (
+    alpha_dropout,
+    dropout,
+    dropout1d,
+    dropout2d,
+    dropout3d,
+    feature_alpha_dropout,
+    mixout,
+)
 from hookdrop.regularizers.gradients import (
     clamp_activation_grad,
     clip_activation_grad,
@@ -21,7 +29,6 @@ from hookdrop.regularizers.gradients import (
 )
 from hookdrop.regularizers.head_dropout import head_dropout
 from hookdrop.regularizers.masksembles import masksembles
-from hookdrop.regularizers.mixout import mixout
 from hookdrop.regularizers.noise import gaussian_dropout, gaussian_noise, neftune, shake_drop, uniform_noise
 from hookdrop.regularizers.penalties import activation_penalty
 from hookdrop.regularizers.styles import dsu, mix_style

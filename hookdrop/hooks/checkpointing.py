@@ -22,7 +22,7 @@ from hookdrop.utils import torch_internals as internals
 from hookdrop.utils.tensor_tree import tensors
 
 if TYPE_CHECKING:
-    from hookdrop.hooks.rate import CurrentRate
+    from hookdrop.regularizers.base import CurrentRate
 
 Call = tuple[str, bool, int]  # site, training mode, and a fingerprint of the RNG state
 MAX_CALLS_PER_STATE = 8  # how many calls of one site with equal RNG states are distinguished

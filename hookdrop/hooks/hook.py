@@ -25,10 +25,9 @@ from hookdrop.hooks.checkpointing import (
 )
 from hookdrop.hooks.penalties import LossTerms, collect, collect_in_graph, watch_calls
 from hookdrop.hooks.placed import PlacedSite
-from hookdrop.hooks.rate import NO_RATE, CurrentRate
 from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import REGULARIZERS, Penalty
-from hookdrop.regularizers.base import P, Rate, Regularizer, at_rate, rate_of
+from hookdrop.regularizers.base import NO_RATE, CurrentRate, P, Rate, Regularizer, at_rate, rate_of
 from hookdrop.regularizers.samples import SampleRows
 from hookdrop.utils import tensor_tree
 from hookdrop.utils.errors import InjectionError, ShapeError

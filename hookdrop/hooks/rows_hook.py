@@ -15,8 +15,8 @@ from torch.compiler import is_compiling
 from hookdrop.hooks.call_context import CallValue, has_ended, partial_calls, refuse_cache
 from hookdrop.hooks.compiling import graph_break
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.rate import CurrentRate
 from hookdrop.hooks.registry import hooks_removed
+from hookdrop.regularizers.base import CurrentRate
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tables import some
 from hookdrop.utils.tensor_tree import (

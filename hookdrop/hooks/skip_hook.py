@@ -9,9 +9,8 @@ from torch.compiler import is_compiling
 
 from hookdrop.hooks.call_context import CallValue
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.rate import CurrentRate
 from hookdrop.hooks.state import InjectionState
-from hookdrop.regularizers.base import Regularizer
+from hookdrop.regularizers.base import CurrentRate, Regularizer
 from hookdrop.utils.errors import InjectionError
 from hookdrop.utils.tensor_tree import TensorKey
 from hookdrop.utils.torch_internals import graph_task

@@ -16,11 +16,11 @@ from hookdrop.guards.problems import check_first_shape
 from hookdrop.hooks.checkpointing import CheckpointedCalls
 from hookdrop.hooks.compiling import GraphBreak
 from hookdrop.hooks.hook import SiteHook, note_call, regularized
-from hookdrop.hooks.rate import CurrentRate
 from hookdrop.hooks.registry import hooks_of, hooks_removed
 from hookdrop.injection.observing import Record, dropped_elements, require_values
 from hookdrop.injection.sinks import DropoutSink, RateSink
 from hookdrop.regularizers import drops_elements
+from hookdrop.regularizers.base import CurrentRate
 from hookdrop.survey.isolation import call, restored_after, set_modes, uncompiled
 from hookdrop.utils.names import unwrapped
 from hookdrop.utils.tables import some, text_table

@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager
 
 from hookdrop.guards.problems import warn_about_shape
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.rate import NO_RATE, CurrentRate
 from hookdrop.hooks.state import InjectionState, Override
 from hookdrop.injection.sinks import RateSink
+from hookdrop.regularizers.base import NO_RATE, CurrentRate
 
 States = Sequence[InjectionState]
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from torch import Tensor, nn
 
 from hookdrop.hooks.hook import SiteHook
-from hookdrop.hooks.rate import CurrentRate
 from hookdrop.hooks.registry import hooks_of, remove_hooks
 from hookdrop.hooks.state import InjectionState
-from hookdrop.regularizers.base import P
+from hookdrop.regularizers.base import CurrentRate, P
 from hookdrop.utils.errors import warn
 from hookdrop.utils.tables import counted, some
 

@@ -13,7 +13,15 @@ from hookdrop.regularizers.base import rows_alone as rows_alone
 from hookdrop.regularizers.drop_key import DropKey
 from hookdrop.regularizers.drop_path import DropPath, LayerDrop
 from hookdrop.regularizers.dropblock import Cutout, DropBlock
-from hookdrop.regularizers.dropout import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout
+from hookdrop.regularizers.dropout import (
+    AlphaDropout,
+    Dropout,
+    Dropout1d,
+    Dropout2d,
+    Dropout3d,
+    FeatureAlphaDropout,
+    Mixout,
+)
 from hookdrop.regularizers.gradients import (
     ClampActivationGrad,
     ClipActivationGrad,
@@ -22,7 +30,6 @@ from hookdrop.regularizers.gradients import (
 )
 from hookdrop.regularizers.head_dropout import HeadDropout
 from hookdrop.regularizers.masksembles import Masksembles
-from hookdrop.regularizers.mixout import Mixout
 from hookdrop.regularizers.noise import GaussianDropout, GaussianNoise, NEFTune, ShakeDrop, UniformNoise
 from hookdrop.regularizers.penalties import ActivationPenalty
 from hookdrop.regularizers.penalties import Penalty as Penalty
