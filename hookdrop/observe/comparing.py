@@ -79,9 +79,9 @@ def compare(
 
 
 class Difference(NamedTuple):
-    """How much an injection changes a layer: |with - without| / |without|; None if the shapes differ.
+    """How much an injection changes a layer: the norm of the difference, divided by that without the injection.
 
-    Unrelated tensors of the same norm differ by sqrt(2).
+    It is None if the shapes differ. Unrelated tensors of the same norm differ by sqrt(2).
     """
 
     output: float | None
