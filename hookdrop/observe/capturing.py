@@ -167,7 +167,7 @@ class capture(Watch[Seen]):
             figure: a matplotlib `Figure` or `SubFigure` to draw into, instead of a new one.
         """
         title, rows = layer or "the model", {kind: found[0] for kind, found in self[layer].tensors.items() if found}
-        gradient = {kind: rows.pop(kind) for kind in ("gradient",) if kind in rows}  # which has a scale of its own
+        gradient = {kind: rows.pop(kind) for kind in ("gradient",) if kind in rows}  # with another color scale
         if recorded is not None and layer in recorded:
             rows = {"before": recorded[layer].before, "mask": recorded[layer].mask, **rows}
         blocks = {title: rows, f"{title}: gradient": gradient}

@@ -38,8 +38,8 @@ def compare(
 ) -> Comparison:
     """Measure how much an injection changes outputs and gradients of each layer, in training mode under one seed.
 
-    The model, its gradients, buffers, modes and random state are restored. If the model also drops by itself, the two
-    runs may draw other masks behind a site, since its draws come first.
+    The model, its gradients, buffers, modes and random state are restored. If the model has dropout, its masks
+    after a site differ between the two runs, because the regularizer draws first.
 
     Args:
         model: the model of the injection.

@@ -103,7 +103,8 @@ class statistics(Watch[LayerStatistics]):
         every: how many forwards of the model there are for each one that is measured, the first included; those in
             training and in eval mode are counted apart. So are the steps of each optimizer, which need a copy of the
             parameters.
-        channel_dim: the axis of the units. None is 1 for maps (N, C, H, W), and the last one for tokens and features.
+        channel_dim: the axis of the units. None is the axis of the channels or features of the layer, or of the watched
+            layer with weights that ran before it; without any, 1 for maps (N, C, H, W), and the last one otherwise.
 
     Raises:
         LayerError: an entry matches nothing, or a layer did not run.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
@@ -54,12 +55,13 @@ class Watch(Mapping[str, Value], Generic[Value]):
     def before(self, name: str, found: Tensors) -> None:
         """Receive the input of a layer."""
 
+    @abstractmethod
     def after(self, name: str, found: Tensors) -> Receiver | None:
         """Receive the output of a layer, and return what to call with its gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def value(self, name: str) -> Value:
-        raise NotImplementedError
+        """Return what was seen of a layer."""
 
     def __enter__(self) -> Self:
         if self._hooks is not None:
@@ -148,11 +150,16 @@ class Watch(Mapping[str, Value], Generic[Value]):
     def chosen(self, name: str, value: Any, tensor: TensorKey) -> Tensors | None:
         """Return the dense tensors of a layer; None if they have no values, as in a survey or inside `vmap`."""
         found: list[Tensor] = []
+
+        def note(x: Tensor) -> Tensor:
+            found.append(x)
+            return x
+
         try:
             if tensor is None:
                 found = [leaf for _, leaf in leaves(value) if fits(leaf) and _is_dense(leaf)][:1]
             else:
-                map_tensor(value, tensor, lambda x: found.append(x) or x)  # type: ignore[func-returns-value]
+                map_tensor(value, tensor, note)
         except ShapeError as error:
             error.args = (f"observe at {name!r}: {error}",)
             raise
