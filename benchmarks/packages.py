@@ -9,7 +9,7 @@ def report(kind: type[BaseException], error: BaseException, trace: object) -> No
     """Print a message instead of the traceback of a `ModuleNotFoundError`."""
     if not isinstance(error, ModuleNotFoundError):
         return sys.__excepthook__(kind, error, trace)
-    extras = runpy.run_path(str(Path(__file__).parents[1] / "hookdrop/utils/extras.py"))  # without PyTorch
+    extras = runpy.run_path(str(Path(__file__).parents[1] / "hookdrop/extras.py"))  # without PyTorch
     message = extras["missing_packages"](error.name, "compare", *["transformers"] * (error.name == "transformers"))
     return print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
 

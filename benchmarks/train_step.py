@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import hookdrop
 import peers
 import program
-from hookdrop.utils.tensor_tree import first_tensor
+from hookdrop.core.tensor_tree import first_tensor
 from timing import Case, race, saved_storages
 
 CLEAN = "no dropping"

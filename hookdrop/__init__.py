@@ -3,29 +3,59 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hookdrop import guards as guards
+from hookdrop import recipes as recipes
 from hookdrop import regularizers as _regularizers
-from hookdrop import schedules as _schedules
-from hookdrop.injection.handle import Injection, find
-from hookdrop.injection.plan import Plan
-from hookdrop.injection.spec import InjectionSpec
-from hookdrop.injection.text import parse
-from hookdrop.injection.verbs import inject, layers, plan, update_bn, without_hooks
+from hookdrop.core import schedules as _schedules
+from hookdrop.core.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
+from hookdrop.core.handle import Injection, find
+from hookdrop.core.inject import inject, plan, without_hooks
+from hookdrop.core.parts import KINDS, PARTS, load
+from hookdrop.core.plan import Plan
+from hookdrop.core.regularizer import Rate, Regularizer
+from hookdrop.core.schedules import *
+from hookdrop.core.spec import InjectionSpec
+from hookdrop.core.text import parse
 from hookdrop.regularizers import *
-from hookdrop.regularizers import Penalty, Rate, Regularizer
-from hookdrop.schedules import *
-from hookdrop.utils.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
-from hookdrop.utils.seeding import seed_per_rank
+from hookdrop.regularizers import Penalty
+from hookdrop.training.seeding import seed_per_rank
 
 if TYPE_CHECKING:
     from hookdrop import functional as functional
     from hookdrop import integrations as integrations
     from hookdrop import observe as observe
-    from hookdrop import recipes as recipes
     from hookdrop import testing as testing
-    from hookdrop.injection.prediction import Prediction as Prediction
+    from hookdrop.measure.prediction import Prediction as Prediction
+    from hookdrop.survey.tree import layers as layers
+    from hookdrop.training.averages import update_bn as update_bn
 
 __version__ = "0.3.0"
-_PACKAGES = ("functional", "integrations", "observe", "recipes", "testing")
+
+# What is imported on first use, because it takes as long as the rest.
+_PACKAGES = ("functional", "integrations", "observe", "testing")
+_LATE = {
+    "Prediction": "hookdrop.measure.prediction:Prediction",
+    "layers": "hookdrop.survey.tree:layers",
+    "update_bn": "hookdrop.training.averages:update_bn",
+}
+KINDS.update(
+    attribute="hookdrop.methods.dropout_sinks:DropoutSink",
+    parameters="hookdrop.methods.parameter_hooks:ParameterHook",
+    penalty="hookdrop.methods.penalties:PenaltyHook",
+    rows="hookdrop.methods.rows_hook:RowsHook",
+    scores="hookdrop.methods.score_hooks:ScoreHook",
+    skip="hookdrop.methods.skip_hook:SkipHook",
+)
+PARTS.update(
+    inspect="hookdrop.guards.inspection:inspect_forward",
+    penalty="hookdrop.methods.penalties:read_penalty",
+    predict="hookdrop.measure.prediction:predict",
+    probe="hookdrop.measure.measurement:probe",
+    recording="hookdrop.measure.recording:recording",
+    samples="hookdrop.measure.prediction:samples",
+    siblings="hookdrop.survey.siblings:sibling_warnings",
+    survey="hookdrop.survey.facts:LazySurvey",
+)
 
 __all__ = [
     "HookdropError",
@@ -36,30 +66,27 @@ __all__ = [
     "LayerError",
     "Penalty",
     "Plan",
-    "Prediction",
     "Rate",
     "Regularizer",
     "ShapeError",
     "StateError",
     "find",
     "inject",
-    "layers",
     "parse",
     "plan",
+    "recipes",
     "seed_per_rank",
-    "update_bn",
     "without_hooks",
 ]
-__all__ += [*_PACKAGES, *_regularizers.__all__, *_schedules.__all__]
+__all__ += [*_PACKAGES, *_LATE, *_regularizers.__all__, *_schedules.__all__]
 __all__.sort()
 
 
 def __getattr__(name: str) -> Any:
-    """Import packages and `Prediction` on first use, because they take as long as the rest."""
     if name in _PACKAGES:
         return importlib.import_module(f"hookdrop.{name}")
-    if name == "Prediction":
-        return importlib.import_module("hookdrop.injection.prediction").Prediction
+    if name in _LATE:
+        return load(_LATE[name])
     raise AttributeError(f"module 'hookdrop' has no attribute {name!r}")
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hookdrop.hooks.state import InjectionState
-from hookdrop.utils.tables import counted, some
+from hookdrop.core.state import InjectionState
+from hookdrop.core.tables import counted, some
 
 
 def find(kinds: Iterable[str], it: object) -> dict[str, str]:

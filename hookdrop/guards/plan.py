@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from hookdrop.core import events
+from hookdrop.core.regularizer import drops_elements
+from hookdrop.core.tables import counted
 from hookdrop.guards.messages import find
-from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, ShakeDrop, drops_elements
-from hookdrop.utils.tables import counted
+from hookdrop.regularizers import DropBlock, Dropout, DropPath, GaussianDropout, ShakeDrop
 
 WITHOUT_FORWARD = ("erased", "high_rate", "nested", "fused_encoder")
 WITH_FORWARD = ("on_output", "whole_block", "never_called", "frozen", "before_batch_norm")
@@ -121,3 +123,6 @@ def _first(found: list[tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
     return (
         {"title": found[0][0].regularizer.title, "site": found[0][0].name, "more": more} | found[0][1] if found else {}
     )
+
+
+events.planned.append(lambda plan: plan.add(plan_warnings(plan)))

@@ -7,19 +7,25 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
+from hookdrop.core import events
+from hookdrop.core.call_context import partial_calls
+from hookdrop.core.errors import ShapeError
+from hookdrop.core.hook import SiteHook, first_listeners
+from hookdrop.core.names import module_at
+from hookdrop.core.registry import hooks_of
+from hookdrop.core.regularizer import Regularizer
+from hookdrop.core.select import layers_by_name
+from hookdrop.core.state import InjectionState
+from hookdrop.core.tables import some
+from hookdrop.core.tensor_tree import container_of
+from hookdrop.core.torch_internals import full_backward_hooks_of, parameters_of
 from hookdrop.guards.messages import find, message, warn_each
-from hookdrop.hooks.call_context import partial_calls, refuse_layout
-from hookdrop.hooks.hook import SiteHook, first_listeners
-from hookdrop.hooks.registry import hooks_of
-from hookdrop.hooks.state import InjectionState
 from hookdrop.regularizers import DropBlock
-from hookdrop.utils.names import module_at
-from hookdrop.utils.seeding import announce, find_rank_with_same_seed
-from hookdrop.utils.select import layers_by_name
-from hookdrop.utils.tables import some
-from hookdrop.utils.torch_internals import full_backward_hooks_of, parameters_of
+from hookdrop.training.seeding import announce, find_rank_with_same_seed
 
 CHANGES = ("lost", "copied", "moved", "full_backward_hook")
 USE = ("untrained", "silent", "always_in_eval", "equal_masks", "rows")
@@ -33,7 +39,10 @@ def find_problems(
     if state.removed:
         return {"removed": f"{state.name!r} was removed from its model."} if requested else {}
     compared = Comparison(model, state, hooks, requested)
-    found = find((*CHANGES, *USE), compared) | state.live.planned
+    planned = dict(state.live.planned)
+    if any(sink.target != sink.initial_target for sink in state.live.members):
+        planned.pop("erased", None)
+    found = find((*CHANGES, *USE), compared) | planned
     for hook in compared.intact:
         if check_first_shape in hook.listeners:
             found |= shape_warnings(hook)
@@ -156,7 +165,7 @@ def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
     """Check the shape of the first tensor, even if the rate is still 0: a ramp would otherwise fail much later."""
 
     def check(x: Tensor, **context: Any) -> Tensor:
-        refuse_layout(hook.regularizer, value, x)
+        _refuse_layout(hook.regularizer, value, x)
         hook.regularizer.check(x.shape)
         # A symbolic size (make_fx) references its trace, which can be neither copied nor pickled.
         if all(type(size) is int for size in x.shape) and not partial_calls.stack:
@@ -179,6 +188,16 @@ def warn_about_shape(hook: SiteHook) -> None:
     hook.on_new_shape = warn_about_shape if isinstance(hook.regularizer, DropBlock) else None  # a map below a block
 
 
+def _warn_about_deferred_shapes(state: InjectionState) -> None:
+    """Warn about the shapes that compiled code has seen."""
+    for hook in state.live.members:
+        if isinstance(hook, SiteHook) and hook.last_shape is not None and hook.listeners:
+            warn_about_shape(hook)
+
+
+events.rates_set.append(_warn_about_deferred_shapes)
+
+
 def shape_warnings(hook: SiteHook) -> dict[str, str]:
     """Return the warnings about the last shape, by kind, so that similar blocks warn only once."""
     found = [] if hook.last_shape is None else hook.regularizer.shape_warnings(hook.last_shape)
@@ -197,6 +216,24 @@ def _draws_for_rows(hook: SiteHook) -> bool:
     """Whether the regularizer draws once for each row of axis 0, which it takes for a sample."""
     drop = hook.regularizer
     return "samples" in vars(drop) and drop.samples is None and bool(drop.independent_samples)
+
+
+def _refuse_layout(regularizer: Regularizer, value: Any, x: Tensor) -> None:
+    """Raise `ShapeError` if axis 0 of the tensor is not what the regularizer takes it for."""
+    has_axes = regularizer.axes.startswith("N") or bool(vars(regularizer).get("shared"))
+    if has_axes and isinstance(container_of(value, x), PackedSequence):
+        raise ShapeError(
+            "got a PackedSequence, whose rows are time steps of different samples.\n"
+            "  hook a layer before pack_padded_sequence or after pad_packed_sequence, or use a regularizer that needs "
+            "no samples: Dropout(p=...), ActivationPenalty(slowness=0)."
+        )
+    if any(placement.is_partial() for placement in getattr(x, "placements", ())) and not regularizer.in_backward:
+        raise ShapeError(
+            "got a DTensor whose values are the terms of a sum over ranks (Partial), not yet added.\n"
+            "  inject after parallelize_module, so that the hook gets the sum."
+        )
+    if x.is_nested and x.layout is torch.strided:
+        raise ShapeError("got a strided NestedTensor, which has no shape.\n  build it with layout=torch.jagged.")
 
 
 first_listeners.append(check_first_shape)

@@ -6,6 +6,7 @@ without weights. Updates by other optimizers are detected in forward passes. The
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,14 +16,16 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hookdrop.core import events
+from hookdrop.core.follow import is_inside_step
+from hookdrop.core.hook import SiteHook, first_listeners
+from hookdrop.core.registry import hooks_of
+from hookdrop.core.sink import RateSink
+from hookdrop.core.state import InjectionState, States
+from hookdrop.core.torch_internals import children_of
 from hookdrop.guards.messages import find, warn_each
-from hookdrop.guards.problems import CHANGES, Comparison, find_problems
-from hookdrop.hooks.hook import SiteHook, first_listeners
-from hookdrop.hooks.optimizer import is_inside_step
-from hookdrop.hooks.registry import hooks_of
-from hookdrop.hooks.state import InjectionState, States
-from hookdrop.hooks.updates import UPDATES_BEFORE_WARNING, UpdateCounter
-from hookdrop.utils.torch_internals import children_of
+from hookdrop.guards.problems import CHANGES, STEPS_BEFORE_WARNING, Comparison, find_problems
+from hookdrop.guards.updates import UPDATES_BEFORE_WARNING, UpdateCounter
 
 PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "too_slow", "ended_early", "restarted")
 MOST_EPOCHS = 100  # a schedule that ends after so few steps may be one that counts epochs
@@ -102,7 +105,7 @@ class Progress:
         return {"unread": unread} if unread >= UPDATES_BEFORE_WARNING else {}
 
 
-def note_first_step(state: InjectionState, steps: int, had_state: bool) -> None:
+def _note_first_step(state: InjectionState, steps: int, had_state: bool) -> None:
     """Warn if the optimizer has already taken steps, according to the state that it has at the first counted step."""
     if not state.live.was_stepped:
         if steps > state.step_count + 1:
@@ -111,6 +114,8 @@ def note_first_step(state: InjectionState, steps: int, had_state: bool) -> None:
             state.live.steps_ahead = 0
         warn_each(state, schedule_problems(state))
 
+
+events.first_step.append(_note_first_step)
 
 # --- while the model is trained
 
@@ -133,6 +138,46 @@ def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> N
 
 def unwatch(state: InjectionState) -> None:
     _watched.pop(id(state), None)
+
+
+# --- what the core announces
+
+
+def begin(plan: Any, state: InjectionState, sinks: Sequence[RateSink]) -> None:
+    """Watch a model from its injection on."""
+    # The first forward must not repeat the warnings of the plan.
+    state.warned_kinds |= plan.by_kind.keys()
+    state.live.planned = {kind: text for kind, text in plan.by_kind.items() if kind in ("erased", "on_output")}
+    if state.scheduled or any(isinstance(sink, SiteHook) for sink in sinks):
+        watch(plan.root, state)
+
+
+def check(model: nn.Module, state: InjectionState, sinks: Sequence[RateSink], requested: bool = True) -> dict[str, str]:
+    """Return the problems of an injection at these sinks, by kind."""
+    counter: UpdateCounter | None = state.live.update_counter
+    hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
+    found = find_problems(model, state, hooks, requested=requested)
+    trained = any(hook.trained for hook in hooks) if hooks else counter is not None and counter.updates > 0
+    return found | schedule_problems(state, trained)
+
+
+def _warn(model: nn.Module | None, states: Sequence[InjectionState], sinks: Sequence[RateSink]) -> None:
+    """Warn about the problems of injections that are being removed."""
+    for state in states if model is not None else ():
+        assert model is not None
+        warn_each(state, check(model, state, [sink for sink in sinks if sink.state is state], requested=False))
+
+
+def _after_move(model: Callable[[], nn.Module | None], state: InjectionState, sinks: Sequence[RateSink]) -> None:
+    if state.live.moves % STEPS_BEFORE_WARNING == 0:
+        _warn(model(), [state], [sink for sink in sinks if sink.placed or state.removed])
+
+
+events.placed.append(begin)
+events.checks.append(check)
+events.moved.append(_after_move)
+events.removing.append(_warn)
+events.removed.append(unwatch)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from hookdrop.injection.spec import InjectionSpec
+from hookdrop.core.spec import InjectionSpec
+from hookdrop.extras import needs
 from hookdrop.integrations.placement import Placement
-from hookdrop.utils.errors import needs
 
 with needs("fastai"):
     from fastai.callback.core import Callback

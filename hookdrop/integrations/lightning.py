@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hookdrop.injection.spec import InjectionSpec
+from hookdrop.core.errors import InjectionError
+from hookdrop.core.select import select
+from hookdrop.core.spec import InjectionSpec
+from hookdrop.extras import needs
 from hookdrop.integrations.placement import Placement
-from hookdrop.utils.errors import InjectionError, needs
-from hookdrop.utils.select import select
 
 with needs("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer

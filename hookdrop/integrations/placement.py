@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookdrop.injection.handle import Injection, find
-from hookdrop.injection.spec import InjectionSpec
-from hookdrop.injection.verbs import inject
-from hookdrop.utils.seeding import seed_per_rank
-from hookdrop.utils.settings import named_arguments
-from hookdrop.utils.tables import counted
+from hookdrop.core.handle import Injection, find
+from hookdrop.core.inject import inject
+from hookdrop.core.settings import named_arguments
+from hookdrop.core.spec import InjectionSpec
+from hookdrop.core.tables import counted
+from hookdrop.training.seeding import seed_per_rank
 
 
 class Placement:
@@ -76,7 +76,7 @@ class Placement:
     def _penalty(self) -> Tensor | None:
         """Read the loss terms of the batch; None if no regularizer adds any."""
         drop = self._injection
-        return drop.penalty() if drop is not None and drop._loss_terms else None
+        return drop.penalty() if drop is not None and drop._penalizes else None
 
     def _metrics(self) -> dict[str, float]:
         return {} if self._injection is None else self._injection.metrics()

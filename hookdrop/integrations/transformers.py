@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from hookdrop.hooks.registry import hooks_of
-from hookdrop.injection.spec import InjectionSpec
+from hookdrop.core.errors import warn
+from hookdrop.core.registry import hooks_of
+from hookdrop.core.spec import InjectionSpec
+from hookdrop.extras import needs
 from hookdrop.integrations.placement import Placement
-from hookdrop.utils.errors import needs, warn
 
 with needs("transformers"):
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

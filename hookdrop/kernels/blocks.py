@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from hookdrop.utils.torch_internals import PLAIN_TYPES, dispatch_modes, functorch_stack, is_tracing
+from hookdrop.core.torch_internals import PLAIN_TYPES, dispatch_modes, functorch_stack, is_tracing
 
 
 @dataclass(frozen=True, eq=False)

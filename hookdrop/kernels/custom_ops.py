@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookdrop.core.torch_internals import vmap_randomness
+from hookdrop.core.validation import as_rate_tensor, rate
 from hookdrop.kernels import drawing, triton_dropblock
 from hookdrop.kernels.blocks import Blocks, gamma_for
 from hookdrop.kernels.masking import apply_mask_no_grad
 from hookdrop.kernels.random_numbers import most_precise_dtype, operator, rand_like, replayed
-from hookdrop.utils.torch_internals import vmap_randomness
-from hookdrop.utils.validation import as_rate_tensor, rate
 
 
 def drop_block(

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hookdrop.core import torch_internals as internals
+from hookdrop.core.validation import as_rate_tensor
 from hookdrop.kernels import native, triton_dropblock
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import keep_scale, scaled
 from hookdrop.kernels.random_numbers import kept_scale, most_precise_dtype, rand, successes, trials
-from hookdrop.utils import torch_internals as internals
-from hookdrop.utils.validation import as_rate_tensor
 
 NORMALIZE = ("batch", "sample", "expected", None)
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from hookdrop.core.torch_internals import forward_ad_level, functorch_stack, has_storage, is_zero_tensor
 from hookdrop.kernels import native, triton_dropblock
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.utils.torch_internals import forward_ad_level, functorch_stack, has_storage, is_zero_tensor
 
 _INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HALF = (torch.float16, torch.bfloat16)

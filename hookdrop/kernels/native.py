@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from hookdrop.core.torch_internals import PLAIN_TYPES, dispatch_modes, has_storage, is_tracing, is_zero_tensor
 from hookdrop.kernels.blocks import Blocks, contiguous_strides, three_axes
-from hookdrop.utils.torch_internals import PLAIN_TYPES, dispatch_modes, has_storage, is_tracing, is_zero_tensor
 
 _INTERFACE = 4
 _SIGNATURES = {  # p: a pointer, w: a 64-bit integer, d: a double

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from hookdrop.core import torch_internals as internals
+from hookdrop.core.errors import InjectionError
 from hookdrop.kernels import native
-from hookdrop.utils import torch_internals as internals
-from hookdrop.utils.errors import InjectionError
 
 Drawn = TypeVar("Drawn")
 

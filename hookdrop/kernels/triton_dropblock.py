@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookdrop.core.errors import warn
+from hookdrop.core.torch_internals import without_dispatch_modes, without_functorch
 from hookdrop.kernels.blocks import Blocks, contiguous_strides, three_axes
 from hookdrop.kernels.native import has_plain_memory
 from hookdrop.kernels.random_numbers import kept_scale
-from hookdrop.utils.errors import warn
-from hookdrop.utils.torch_internals import without_dispatch_modes, without_functorch
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SEED_BITS, _SEED_WORDS = 31, 2  # as in triton_kernels.py

@@ -3,7 +3,7 @@
 Figures need `pip install 'hookdrop[observe]'`.
 """
 
-from hookdrop.injection.recording import Record, Recording
+from hookdrop.measure.recording import Record, Recording
 from hookdrop.observe.cam import CamComparison, compare_cam, grad_cam
 from hookdrop.observe.capturing import Seen, capture
 from hookdrop.observe.comparing import Comparison, Difference, compare

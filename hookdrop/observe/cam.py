@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.hooks import compiling
-from hookdrop.hooks.checkpointing import is_recomputing
-from hookdrop.injection.figures import SCALE, as_images, get_figure
-from hookdrop.injection.measurement import without_bookkeeping
+from hookdrop.core import compiling
+from hookdrop.core.checkpointing import is_recomputing
+from hookdrop.core.errors import LayerError, ShapeError, warn
+from hookdrop.core.names import unwrapped
+from hookdrop.core.select import Entries, select
+from hookdrop.core.tables import some
+from hookdrop.core.tensor_tree import describe, detached_copy, tensors
+from hookdrop.core.validation import floating
+from hookdrop.extras import needs
+from hookdrop.measure.figures import SCALE, as_images, get_figure
+from hookdrop.measure.measurement import without_bookkeeping
 from hookdrop.survey.isolation import restored_after, uncompiled
-from hookdrop.utils.errors import LayerError, ShapeError, needs, warn
-from hookdrop.utils.names import unwrapped
-from hookdrop.utils.select import Entries, select
-from hookdrop.utils.tables import some
-from hookdrop.utils.tensor_tree import describe, detached_copy, tensors
-from hookdrop.utils.validation import floating
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

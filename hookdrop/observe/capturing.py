@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.injection.figures import blocks_figure
-from hookdrop.injection.recording import Recording
+from hookdrop.core.errors import NotRecordedError, ShapeError, warn
+from hookdrop.core.select import Entries
+from hookdrop.core.tables import shape_text, text_table
+from hookdrop.core.tensor_tree import TensorKey, detached_copy
+from hookdrop.core.validation import CopyDevice, count, one_of
+from hookdrop.measure.figures import blocks_figure
+from hookdrop.measure.recording import Recording
 from hookdrop.observe.watch import Receiver, Tensors, Watch
-from hookdrop.utils.errors import NotRecordedError, ShapeError, warn
-from hookdrop.utils.select import Entries
-from hookdrop.utils.tables import shape_text, text_table
-from hookdrop.utils.tensor_tree import TensorKey, detached_copy
-from hookdrop.utils.validation import CopyDevice, count, one_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

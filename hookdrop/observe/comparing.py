@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hookdrop.injection.handle import Injection
-from hookdrop.injection.measurement import why_idle, without_bookkeeping
+from hookdrop.core.handle import Injection
+from hookdrop.core.names import unwrapped
+from hookdrop.core.select import Entries
+from hookdrop.core.tables import text_table
+from hookdrop.core.tensor_tree import first_tensor, map_tensor
+from hookdrop.measure.measurement import why_idle, without_bookkeeping
 from hookdrop.observe.capturing import Seen, capture
 from hookdrop.survey.isolation import call, restored_after
-from hookdrop.utils.names import unwrapped
-from hookdrop.utils.select import Entries
-from hookdrop.utils.tables import text_table
-from hookdrop.utils.tensor_tree import first_tensor, map_tensor
 
 KINDS = ("output", "gradient")
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
-from hookdrop.injection.figures import channel_axis, get_figure
+from hookdrop.core.select import Entries
+from hookdrop.core.tables import text_table
+from hookdrop.core.tensor_tree import TensorKey
+from hookdrop.core.torch_internals import parameters_of
+from hookdrop.core.validation import count
+from hookdrop.measure.figures import channel_axis, get_figure
 from hookdrop.observe.watch import Receiver, Tensors, Watch
 from hookdrop.survey.isolation import forked_rng
-from hookdrop.utils.select import Entries
-from hookdrop.utils.tables import text_table
-from hookdrop.utils.tensor_tree import TensorKey
-from hookdrop.utils.torch_internals import parameters_of
-from hookdrop.utils.validation import count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hookdrop.injection.figures import get_figure
-from hookdrop.injection.handle import Injection
-from hookdrop.schedules import Schedule
-from hookdrop.utils.tables import counted
-from hookdrop.utils.validation import count
+from hookdrop.core.handle import Injection
+from hookdrop.core.schedules import Schedule
+from hookdrop.core.tables import counted
+from hookdrop.core.validation import count
+from hookdrop.measure.figures import get_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop.hooks import compiling
-from hookdrop.hooks.checkpointing import is_recomputing
+from hookdrop.core import compiling
+from hookdrop.core.checkpointing import is_recomputing
+from hookdrop.core.errors import InjectionError, NotRecordedError, ShapeError, did_you_mean, warn
+from hookdrop.core.names import unwrapped
+from hookdrop.core.select import Entries, hookable, select
+from hookdrop.core.tables import some
+from hookdrop.core.tensor_tree import TensorKey, bind_arguments, fits, leaves, map_tensor
+from hookdrop.core.torch_internals import vmap_randomness
 from hookdrop.survey.isolation import uncompiled
-from hookdrop.utils.errors import InjectionError, NotRecordedError, ShapeError, did_you_mean, warn
-from hookdrop.utils.names import unwrapped
-from hookdrop.utils.select import Entries, hookable, select
-from hookdrop.utils.tables import some
-from hookdrop.utils.tensor_tree import TensorKey, bind_arguments, fits, leaves, map_tensor
-from hookdrop.utils.torch_internals import vmap_randomness
 
 Value = TypeVar("Value")
 Tensors = tuple[Tensor, ...]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from hookdrop.core import torch_internals as internals
+from hookdrop.core.errors import InjectionError, LayerError
+from hookdrop.core.regularizer import BELOW_1, DropRegularizer, Rate, Regularizer
+from hookdrop.core.tables import some
 from hookdrop.kernels import custom_ops, drawing
-from hookdrop.regularizers.base import BELOW_1, DropRegularizer, Rate, Regularizer
-from hookdrop.utils import torch_internals as internals
-from hookdrop.utils.errors import InjectionError, LayerError
-from hookdrop.utils.tables import some
 
 _MASKED = 100.0
 """A score that is lower than the largest of its row by this has the weight 0 in float32: it is masked."""

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from hookdrop.core import torch_internals as internals
+from hookdrop.core.errors import InjectionError, ShapeError
+from hookdrop.core.regularizer import DropRegularizer, P, Rate, Regularizer, describe_map, nhwc_warnings
+from hookdrop.core.validation import as_rate_tensor, count, floating, given_channel_axis, one_of
 from hookdrop.kernels import custom_ops, triton_dropblock
 from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
 from hookdrop.kernels.drawing import NORMALIZE, draw_blocks
 from hookdrop.kernels.masking import apply_mask
 from hookdrop.kernels.random_numbers import rand, randint
-from hookdrop.regularizers.base import DropRegularizer, P, Rate, Regularizer, describe_map, nhwc_warnings
-from hookdrop.utils import torch_internals as internals
-from hookdrop.utils.errors import InjectionError, ShapeError
-from hookdrop.utils.validation import as_rate_tensor, count, floating, given_channel_axis, one_of
 
 
 def drop_block(

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from hookdrop.core import torch_internals as internals
+from hookdrop.core.errors import ShapeError
+from hookdrop.core.regularizer import DropRegularizer, P, nhwc_warnings
+from hookdrop.core.validation import as_rate_tensor, count, floating
 from hookdrop.kernels import custom_ops, drawing
 from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, slice_dropout, slice_mask
-from hookdrop.regularizers.base import DropRegularizer, P, nhwc_warnings
-from hookdrop.utils import torch_internals as internals
-from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.validation import as_rate_tensor, count, floating
 
 _MIN_NATIVE_ELEMENTS = 2**15  # from here on, hookdrop's implementation is faster than PyTorch's
 _SATURATION = 1.7580993408473766  # the negative of SELU's limit at minus infinity: scale * alpha

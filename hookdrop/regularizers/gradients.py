@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from hookdrop.core import torch_internals as internals
+from hookdrop.core.regularizer import STD, Rate, Regularizer
+from hookdrop.core.validation import floating, number, one_of, positive
 from hookdrop.kernels.masking import HALF
 from hookdrop.kernels.random_numbers import randn_like
-from hookdrop.regularizers.base import STD, Rate, Regularizer
-from hookdrop.utils import torch_internals as internals
-from hookdrop.utils.validation import floating, number, one_of, positive
 
 _FACTOR = Rate("factor", -math.inf, math.inf, neutral=1.0, kind="factor")
 

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hookdrop.core.errors import LayerError, ShapeError
+from hookdrop.core.regularizer import BELOW_1, DropRegularizer, Rate
+from hookdrop.core.samples import CHOOSE_PLACE, SamplePlace, SampleRows, place_text, rows_in_call, sample_place
+from hookdrop.core.validation import count, one_of
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.regularizers.base import BELOW_1, DropRegularizer, Rate
-from hookdrop.regularizers.samples import CHOOSE_PLACE, SamplePlace, SampleRows, place_text, rows_in_call, sample_place
-from hookdrop.utils.errors import LayerError, ShapeError
-from hookdrop.utils.validation import count, one_of
 
 
 def head_dropout(

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hookdrop.core.errors import ShapeError
+from hookdrop.core.regularizer import Rate, Regularizer, check_axes, describe_map, nhwc_warnings
+from hookdrop.core.validation import count, floating, given_channel_axis, rate
 from hookdrop.kernels.random_numbers import operator
-from hookdrop.regularizers.base import Rate, Regularizer, check_axes, describe_map, nhwc_warnings
-from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.validation import count, floating, given_channel_axis, rate
 
 MIN_CHANNELS = 10  # as in the authors' code; masks of fewer channels overlap by chance rather than by `scale`
 

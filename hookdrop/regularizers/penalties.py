@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hookdrop.regularizers.base import LARGEST, Rate, Regularizer, rate_of
-from hookdrop.utils.errors import InjectionError, LayerError, ShapeError
-from hookdrop.utils.names import module_at
-from hookdrop.utils.validation import count, floating, rate
+from hookdrop.core.errors import InjectionError, LayerError, ShapeError
+from hookdrop.core.names import module_at
+from hookdrop.core.regularizer import LARGEST, Rate, Regularizer, rate_of
+from hookdrop.core.validation import count, floating, rate
 
 _SCALE = Rate("scale", high=LARGEST, kind="factor")
 
@@ -84,6 +84,7 @@ class Penalty(Regularizer):
     """
 
     in_backward: ClassVar[bool] = True
+    kind = "penalty"
     penalize: Callable[..., Tensor] = _penalize
 
     def regularize(self, x: Tensor, rate: Any, **context: Any) -> Tensor:

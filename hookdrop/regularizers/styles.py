@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hookdrop.core.errors import ShapeError
+from hookdrop.core.regularizer import Rate, Regularizer
+from hookdrop.core.validation import positive
 from hookdrop.kernels.random_numbers import most_precise_dtype, rand, randn_like
-from hookdrop.regularizers.base import Rate, Regularizer
-from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.validation import positive
 
 _P = Rate("p", kind="noise")
 _EPSILON = 1e-6  # the papers' code adds it to a variance

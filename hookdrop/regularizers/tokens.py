@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hookdrop.core.errors import LayerError, ShapeError
+from hookdrop.core.regularizer import DropRegularizer, P
+from hookdrop.core.validation import count, one_of
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
-from hookdrop.regularizers.base import DropRegularizer, P
 from hookdrop.regularizers.dropout import Dropout, drop_slices
-from hookdrop.utils.errors import LayerError, ShapeError
-from hookdrop.utils.validation import count, one_of
 
 
 def token_dropout(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hookdrop.core.tensor_tree import map_leaves, tensors
 from hookdrop.survey.experiment import experiment
 from hookdrop.survey.isolation import Training, forked_rng
-from hookdrop.utils.tensor_tree import map_leaves, tensors
 
 
 class Line(NamedTuple):

@@ -17,14 +17,15 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hookdrop.regularizers import DropPath, Regularizer
+from hookdrop.core.errors import InjectionError
+from hookdrop.core.regularizer import Regularizer
+from hookdrop.core.select import has_forward
+from hookdrop.regularizers import DropPath
 from hookdrop.survey.branches import added, has_weights, is_affine
 from hookdrop.survey.heads import attention_cores
 from hookdrop.survey.isolation import Training, attributes_of
 from hookdrop.survey.ops import DROPOUTS
 from hookdrop.survey.trace import Node, Op, Trace, record
-from hookdrop.utils.errors import InjectionError
-from hookdrop.utils.select import has_forward
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _COMPUTED = {"timm.layers.drop.DropBlock2d": "drop_prob", "torchvision.ops.drop_block.DropBlock2d": "p"}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.utils.tensor_tree import describe, map_tensors, tensors
+from hookdrop.core.tensor_tree import describe, map_tensors, tensors
 
 IMAGE = (3, 224, 224)
 

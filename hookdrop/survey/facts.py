@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hookdrop.core.errors import InjectionError
+from hookdrop.core.names import unwrapped
+from hookdrop.core.select import named_layers
+from hookdrop.core.tensor_tree import TensorKey, map_leaves, tensors
+from hookdrop.core.torch_internals import is_fake
 from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals
 from hookdrop.survey.draws import Line, find_draws
 from hookdrop.survey.drop_rates import DropRates, at_zero, constants_in, find_drop_rates, known_drop_rates
@@ -22,11 +27,6 @@ from hookdrop.survey.layers import LayerCalls, find_skippable, find_streams, lay
 from hookdrop.survey.samples import Samples, Site, growing_axis, is_batched, row_orders, why_no_batch
 from hookdrop.survey.tokens import Patches, find_embedding, find_patches, removable_patches
 from hookdrop.survey.trace import Call, Node, Trace, record
-from hookdrop.utils.errors import InjectionError
-from hookdrop.utils.names import unwrapped
-from hookdrop.utils.select import named_layers
-from hookdrop.utils.tensor_tree import TensorKey, map_leaves, tensors
-from hookdrop.utils.torch_internals import is_fake
 
 if TYPE_CHECKING:
     from hookdrop.survey.subsets import Subset
@@ -337,3 +337,18 @@ def _survey(model: nn.Module, given: Any) -> Survey:
 def _begins_with_image_convolution(trace: Trace) -> bool:
     first = next((op for op in trace.ops if any(node.leaf == "weight" for node in op.inputs)), None)
     return first is not None and first.name == "conv2d" and first.inputs[0].is_data and first.inputs[1].shape[1] == 3
+
+
+class LazySurvey:
+    """The survey of a model, which runs when a recipe first reads an attribute of it."""
+
+    def __init__(self, model: nn.Module, example_input: Any) -> None:
+        self._arguments = model, example_input
+        self.is_given = example_input is not None
+        self.found: Survey | None = None
+        """None if the recipe did not need it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if self.found is None:
+            self.found = survey(*self._arguments)
+        return getattr(self.found, name)

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hookdrop.core.tensor_tree import map_leaves
 from hookdrop.survey.branches import has_weights
 from hookdrop.survey.ops import CONVS, FUSED_ATTENTION, HIDDEN_ATTENTION, PRODUCTS, RECURRENT, SHOWN_ATTENTION, SOFTMAX
 from hookdrop.survey.replay import HiddenOperationError, replay
 from hookdrop.survey.trace import Call, Node, Op, Trace
-from hookdrop.utils.tensor_tree import map_leaves
 
 
 @dataclass(frozen=True)

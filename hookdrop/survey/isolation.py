@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookdrop.utils.errors import HookdropError, InjectionError, warn
-from hookdrop.utils.select import named_layers
-from hookdrop.utils.tables import some
-from hookdrop.utils.tensor_tree import describe
-from hookdrop.utils.torch_internals import (
+from hookdrop.core.errors import HookdropError, InjectionError, warn
+from hookdrop.core.select import named_layers
+from hookdrop.core.tables import some
+from hookdrop.core.tensor_tree import describe
+from hookdrop.core.torch_internals import (
     HOOK_TABLES,
     BatchNorm,
     buffers_of,

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookdrop.core.errors import ShapeError
+from hookdrop.core.tensor_tree import TensorKey, fits, map_leaves, map_tensor, tensors
 from hookdrop.survey.branches import Branch, Residual, added, has_weights, is_linear
 from hookdrop.survey.ops import CONVS, COPIES, CROPS, DROPOUTS, ENLARGING, SOFTMAX, VIEWS
 from hookdrop.survey.replay import replay
 from hookdrop.survey.trace import Call, Node, Op, Trace, nodes_in
-from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.tensor_tree import TensorKey, fits, map_leaves, map_tensor, tensors
 
 Step = tuple[Op, Node]
 """An operation on a skip, and its input on the skip."""

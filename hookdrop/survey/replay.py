@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookdrop.core.tensor_tree import map_leaves, tensors
 from hookdrop.survey.trace import Node, Op
-from hookdrop.utils.tensor_tree import map_leaves, tensors
 
 
 class HiddenOperationError(Exception):

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookdrop.core.tensor_tree import first_tensor
 from hookdrop.survey.examples import Example
 from hookdrop.survey.experiment import changes, experiment
 from hookdrop.survey.ops import CONVS, COPIES
 from hookdrop.survey.trace import Call, Node, Trace
-from hookdrop.utils.tensor_tree import first_tensor
 
 PLACES = ("output", "input")
 Site = tuple[str, str]

@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import nn
 
+from hookdrop.core.errors import InjectionError
+from hookdrop.core.tables import some
+from hookdrop.core.tensor_tree import map_leaves
 from hookdrop.survey.drop_rates import ATTENTION, DropRate, active_rate, arrivals_of
 from hookdrop.survey.facts import Survey
 from hookdrop.survey.ops import DROPOUTS, RECURRENT
 from hookdrop.survey.trace import Call, Node, Op, Trace, record
-from hookdrop.utils.errors import InjectionError
-from hookdrop.utils.tables import some
-from hookdrop.utils.tensor_tree import map_leaves
 
 Runners = Mapping[DropRate, tuple[str, ...]]
 """The names of the modules whose own forward runs the drops of each rate."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from hookdrop.core.tables import some
 from hookdrop.survey.trace import Trace
-from hookdrop.utils.tables import some
 
 
 def sibling_warnings(trace: Trace, sites: Collection[str], known: Collection[str]) -> list[str]:

@@ -15,13 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hookdrop.survey.experiment import changes
-from hookdrop.survey.isolation import Arguments, forked_rng
-from hookdrop.survey.ops import PARTS
-from hookdrop.survey.replay import replay
-from hookdrop.survey.trace import Call, Node, Trace, record
-from hookdrop.utils.errors import ShapeError
-from hookdrop.utils.tensor_tree import (
+from hookdrop.core.errors import ShapeError
+from hookdrop.core.tensor_tree import (
     TensorKey,
     describe,
     first_tensor,
@@ -31,7 +26,12 @@ from hookdrop.utils.tensor_tree import (
     tensors,
     with_rows,
 )
-from hookdrop.utils.torch_internals import HOOK_TABLES, BatchNorm
+from hookdrop.core.torch_internals import HOOK_TABLES, BatchNorm
+from hookdrop.survey.experiment import changes
+from hookdrop.survey.isolation import Arguments, forked_rng
+from hookdrop.survey.ops import PARTS
+from hookdrop.survey.replay import replay
+from hookdrop.survey.trace import Call, Node, Trace, record
 
 
 class Subset(NamedTuple):

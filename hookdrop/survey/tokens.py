@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookdrop.core.tensor_tree import map_tensor, tensors
 from hookdrop.survey.experiment import changes, experiment
 from hookdrop.survey.heads import attention_cores
 from hookdrop.survey.ops import HIDDEN_ATTENTION
 from hookdrop.survey.trace import Node, Trace
-from hookdrop.utils.tensor_tree import map_tensor, tensors
 
 
 @dataclass(frozen=True)

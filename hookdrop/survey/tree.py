@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
+from hookdrop.core import compiling
+from hookdrop.core.errors import HookdropError, InjectionError
+from hookdrop.core.names import unwrapped
+from hookdrop.core.plan import make_plan
+from hookdrop.core.registry import hooks_removed
+from hookdrop.core.select import Entries, Layer, has_forward, named_layers, overrides_call, select
+from hookdrop.core.settings import named_arguments
+from hookdrop.core.spec import InjectionSpec
+from hookdrop.core.tables import html_table, shape_text, text_table
 from hookdrop.survey.convs import ConvGraph, conv_nets
-from hookdrop.survey.facts import Survey
+from hookdrop.survey.facts import Survey, survey
 from hookdrop.survey.folding import SIZES, LayerFacts, fold
 from hookdrop.survey.heads import Heads, Scores
 from hookdrop.survey.layers import find_predictions
 from hookdrop.survey.tokens import find_patches
-from hookdrop.utils.select import Layer, has_forward, overrides_call
-from hookdrop.utils.tables import html_table, shape_text, text_table
 
 _HEADER = ("layer", "type", "shape", "calls", "what fits")
 
@@ -139,3 +147,74 @@ def _features(survey: Survey) -> Iterator[tuple[str, str]]:
         shape = survey.layers[name][-1].inputs[0].shape
         if len(shape) == 2:
             yield name, f'Dropout, at="input": {shape[1]} features'
+
+
+@named_arguments
+def layers(model: nn.Module, example_input: Any = None, *, only: Entries | None = None) -> Layers:
+    """Show the layers of a model, and what fits each: what a forward of the example does there.
+
+    Printing the result shows a tree, in which equal blocks are one row, such as `blocks.*.mlp`. Each entry of its first
+    column can be copied to `inject(model, ..., layers=...)`. The model does not change.
+
+    Args:
+        model: any `nn.Module`, wrapped or not.
+        example_input: a tensor, a tuple of arguments or a dict of keyword arguments. None uses the input size of timm,
+            the `dummy_inputs` of transformers, or an assumed image; without any of them, only names and types are
+            shown.
+        only: the layers to show; takes the same entries as `layers` of `inject`. None shows all of them, and the model
+            itself if something fits it, or if it is one layer.
+
+    Returns:
+        A list of one entry for each layer, with `name`, `type`, `shape`, `calls`, `fits` and `rates`.
+
+    Raises:
+        InjectionError: the model does not run on `example_input`.
+        LayerError: an entry of `only` matches nothing.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+        >>> layers(model, torch.zeros(2, 3, 8, 8))
+        layers of Sequential, example: example_input (2, 3, 8, 8) float32
+        layer  type     shape    calls  what fits
+        -----  -------  -------  -----  -----------------------------------
+        0      Conv2d   2x8x6x6      1  DropBlock, Dropout2d: 8 maps of 6x6
+        1      ReLU     2x8x6x6      1
+        2      Flatten  2x288        1
+        3      Linear   2x10         1  Dropout, at="input": 288 features
+    """
+    compiling.raise_if_tracing("layers()")
+    known = named_layers(model) if only is None else select(model, only, source="`only`").layers
+    found: Survey | None = None
+    with hooks_removed(model):
+        with suppress(*[InjectionError] * (example_input is None)):
+            found = survey(model, example_input)
+        every = layer_facts(named_layers(model), found)
+    if only is None and len(every) > 1 and not every[0].fits:
+        known = known[1:]
+    chosen, recipes = {layer.name: layer.module for layer in known}, list[str]()
+    example = "pass example_input=x for shapes, calls and what fits"
+    if found is not None:
+        example, recipes = f"example: {found.example.source}", _recipes_to_try(model, example_input, {*chosen.values()})
+    return Layers(every, chosen, f"layers of {type(unwrapped(model)).__name__}, {example}", recipes)
+
+
+_TO_TRY = (
+    ("dropblock_detector(p=0.1, parts='both')", "dropblock_unet(p=0.1)", "dropblock_resnet(p=0.1, block_size=7)"),
+    *(("stochastic_depth(p=0.1)",), ("layer_drop(p=0.1)",), ("head_dropout(p=0.1)",), ("drop_key(p=0.1)",)),
+    *(("neftune(alpha=5)",), ("set_dropout()",)),
+)
+"""Recipes for `layers` to plan; of several for one purpose the first that fits, the most special first. Not
+`patch_dropout`, whose plan runs the model with values."""
+
+
+def _recipes_to_try(model: nn.Module, example: Any, chosen: Collection[nn.Module]) -> list[str]:
+    """Return the recipes whose plan has a site among the chosen layers with a rate above 0."""
+    found = []
+    for texts in _TO_TRY:
+        for text in texts:
+            with suppress(HookdropError, ValueError):
+                sites = make_plan(model, InjectionSpec(text), example_input=example).sites
+                if any(site.p and site.module in chosen for site in sites):
+                    found.append(text)
+                    break
+    return found

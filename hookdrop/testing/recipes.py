@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.injection.handle import Injection, find
-from hookdrop.injection.spec import InjectionSpec
-from hookdrop.injection.text import read, text_of
-from hookdrop.injection.verbs import inject, plan
-from hookdrop.recipes.base import Recipe
+from hookdrop.core.errors import HookdropWarning
+from hookdrop.core.handle import Injection, find
+from hookdrop.core.inject import inject, plan
+from hookdrop.core.recipe import Recipe
+from hookdrop.core.spec import InjectionSpec
+from hookdrop.core.tensor_tree import first_tensor, map_leaves, tensors
+from hookdrop.core.text import read, text_of
 from hookdrop.survey.facts import survey
 from hookdrop.survey.isolation import call
 from hookdrop.testing.regularizers import NONE, Checks, Failures, bound, exactly, only_if, run_all
-from hookdrop.utils.errors import HookdropWarning
-from hookdrop.utils.tensor_tree import first_tensor, map_leaves, tensors
 
 
 def check_recipe(recipe: Recipe, model: nn.Module, example: Any, expected_failures: Failures = NONE) -> None:

@@ -17,13 +17,15 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop.injection.handle import Injection, find
-from hookdrop.injection.spec import InjectionSpec
-from hookdrop.injection.text import read, text_of
-from hookdrop.injection.verbs import inject
-from hookdrop.regularizers import Penalty, Rate, Regularizer, as_regularizer, at_rate, rate_of, rows_alone
-from hookdrop.regularizers.samples import SampleRows
-from hookdrop.utils.errors import ShapeError, did_you_mean
+from hookdrop.core.adapters import as_regularizer
+from hookdrop.core.errors import ShapeError, did_you_mean
+from hookdrop.core.handle import Injection, find
+from hookdrop.core.inject import inject
+from hookdrop.core.regularizer import Rate, Regularizer, at_rate, rate_of, rows_alone
+from hookdrop.core.samples import SampleRows
+from hookdrop.core.spec import InjectionSpec
+from hookdrop.core.text import read, text_of
+from hookdrop.regularizers import Penalty
 
 Checks: TypeAlias = list[tuple[str, Callable[[], None]]]
 Failures: TypeAlias = Mapping[str, str]

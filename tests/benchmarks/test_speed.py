@@ -18,9 +18,9 @@ import peers
 import timing
 import train_step
 from hookdrop import Dropout, inject
-from hookdrop.hooks.hook import SiteHook
+from hookdrop.core.hook import SiteHook
+from hookdrop.core.validation import number
 from hookdrop.kernels import native as kernel
-from hookdrop.utils.validation import number
 from speed import PAIRS, saved_bytes
 from tests.benchmarks.test_calls import count_calls
 from tests.support.models import Small

@@ -131,7 +131,7 @@ OWNERS = {
     "heads._are_weights": "transformers:openai_privacy_filter",
     "heads._has_constant": "transformers:ijepa",
     "heads._weighs_positions": "timm:edgenext_xx_small",
-    "recipes.branches._apart": "transformers:olmo_hybrid",
+    "methods.branches._apart": "transformers:olmo_hybrid",
 }
 """A model that needs each special rule of the survey. `is_affine` is for adapters: test_adapters_are_no_branches."""
 

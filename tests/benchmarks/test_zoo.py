@@ -15,7 +15,7 @@ from torch import nn
 import hookdrop
 import zoo
 from hookdrop import Injection, functional, recipes
-from hookdrop.hooks.hook import SiteHook
+from hookdrop.core.hook import SiteHook
 from models import catalog
 from models.catalog import Example, Trial
 from models.check import Check, CheckFailed, NotRunnable, choose_regularizers, label

@@ -538,7 +538,7 @@ InjectionSpec.from_dict({"regularizer": "Dropout(p=0.1)", "layer": "fc"})
 # a schedule that counts epochs
 LinearSchedule(epochs=5)
 # a schedule that is no dataclass
-class Decay(hookdrop.schedules.Schedule):
+class Decay(hookdrop.Schedule):
     speed: float = 1.0
 Decay(speed=2.0)
 # a regularizer without its rate

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from hookdrop import Dropout, inject
-from hookdrop.hooks.registry import hidden_modules
+from hookdrop.core.registry import hidden_modules
 
 
 def ours() -> collections.Counter[str]:

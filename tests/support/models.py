@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.utils.select import select
+from hookdrop.core.select import select
 
 
 class Block(nn.Module):

@@ -12,8 +12,8 @@ from torch import nn
 
 import hookdrop
 from hookdrop import DropBlock, Dropout, InjectionSpec, LinearSchedule, Regularizer, TokenDropout, parse, recipes
-from hookdrop.regularizers import REGULARIZERS
-from hookdrop.schedules import SCHEDULES, Schedule
+from hookdrop.core.regularizer import REGULARIZERS
+from hookdrop.core.schedules import SCHEDULES, Schedule
 from tests.support.programs import run_code
 
 MODULES = [module.name for module in pkgutil.walk_packages(hookdrop.__path__, "hookdrop.")]
@@ -32,7 +32,7 @@ def test_packages_that_are_imported_on_first_use_are_listed_before() -> None:
     packages = {"functional", "integrations", "observe", "recipes", "testing"}
     listed = f"{packages} <= {{*dir(hookdrop)}} and 'neftune' in dir(hookdrop.recipes)"
     is_listed, *loaded = run_code(f"import sys, hookdrop; print({listed}, *sys.modules)").split()
-    late = {f"hookdrop.{name}" for name in packages - {"recipes"} | {"recipes.branches"}}
+    late = {f"hookdrop.{name}" for name in packages - {"recipes"} | {"methods.branches"}}
     assert (is_listed, late & {*loaded}) == ("True", set())
 
 

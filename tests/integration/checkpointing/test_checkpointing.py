@@ -19,10 +19,10 @@ from torch.utils.checkpoint import (
 )
 
 from hookdrop import Dropout, HookdropWarning, Injection, LayerError, LinearSchedule, find, inject
+from hookdrop.core import checkpointing
+from hookdrop.core.checkpointing import is_recomputing
 from hookdrop.guards import progress
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
-from hookdrop.hooks import checkpointing
-from hookdrop.hooks.checkpointing import is_recomputing
 from tests.support.models import mlp, toy
 from tests.support.regularizers import EVERY, REPRESENTATIVE, SITES, Case
 from tests.support.tensors import all_equal

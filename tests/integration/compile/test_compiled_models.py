@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop import DropBlock, Dropout, HookdropWarning, InjectionError, LinearSchedule, find, inject, without_hooks
+from hookdrop.core.torch_internals import disable_dynamo
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from hookdrop.recipes import set_dropout
-from hookdrop.utils.torch_internals import disable_dynamo
 from tests.support.compiling import graphs
 from tests.support.leaks import no_leaks
 from tests.support.models import toy, without_zeros
@@ -238,7 +238,7 @@ def test_code_before_the_compiler_is_imported() -> None:
     run_code("""
 import sys
 import torch
-from hookdrop.utils.torch_internals import compiler_is_imported, disable_dynamo, when_compiler_is_imported
+from hookdrop.core.torch_internals import compiler_is_imported, disable_dynamo, when_compiler_is_imported
 
 disable_dynamo(lambda x: x)
 found, finders = [], len(sys.meta_path)
@@ -267,7 +267,7 @@ import torch.export
 from torch import nn
 
 import hookdrop
-from hookdrop.utils.torch_internals import enable_hook_guards
+from hookdrop.core.torch_internals import enable_hook_guards
 
 config, x = torch._dynamo.config, torch.ones(1, 2)
 assert not config.skip_nnmodule_hook_guards, "set by hookdrop"

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import DropBlock, Dropout, HookdropWarning, LinearSchedule, NEFTune, ScaleActivationGrad, inject, parse
+from hookdrop.core.regularizer import at_rate
 from hookdrop.functional import drop_block
-from hookdrop.regularizers import at_rate
 from hookdrop.testing import regularizer_checks
 from tests.support.compiling import Net, graphs
 from tests.support.models import toy
 from tests.support.regularizers import EVERY
 from tests.support.tensors import zero_fraction
-from tests.unit.hooks.test_hook import IDS, MASK, TokenModel, windowed
+from tests.unit.core.test_hook import IDS, MASK, TokenModel, windowed
 from tests.unit.regularizers.test_gradients import NON_FINITE, G, doubling
 from tests.unit.regularizers.test_gradients import gradient as gradient_through
 from tests.unit.testing.test_regularizers import TOKENS, Zeroing

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop import InjectionError, LayerError, LinearSchedule, inject, plan
-from hookdrop.injection.prediction import Summary
+from hookdrop.core.tensor_tree import first_tensor, tensors
+from hookdrop.measure.prediction import Summary
 from hookdrop.recipes import residual_dropout, set_dropout
 from hookdrop.survey.isolation import call
-from hookdrop.utils.tensor_tree import first_tensor, tensors
 from tests.support.tensors import all_equal
 from tests.support.transformers_models import SIZE, bart, gpt2, llama
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import InjectionError, find, functional, inject
+from hookdrop.core.recipe import RecipeSite
 from hookdrop.recipes import dropblock_resnet
-from hookdrop.recipes.base import RecipeSite
 from tests.support.compiling import fresh_compiler as fresh_compiler
 from tests.support.models import toy
 from tests.support.tensors import all_equal

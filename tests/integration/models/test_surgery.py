@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from hookdrop import Dropout, HookdropWarning, Injection, LinearSchedule, find, inject, without_hooks
-from hookdrop.hooks.hook import SiteHook
+from hookdrop.core.hook import SiteHook
 from tests.support.models import Small
 from tests.support.training import optimize
 

@@ -206,7 +206,7 @@ assert "matplotlib.pyplot" not in sys.modules
 NEW = """
 from torch import Tensor
 
-from hookdrop.regularizers.base import Rate, Regularizer
+from hookdrop.core.regularizer import Rate, Regularizer
 
 AMOUNT = Rate("amount", kind="factor")
 

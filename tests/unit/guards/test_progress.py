@@ -21,7 +21,7 @@ from hookdrop.guards.messages import MESSAGES
 from hookdrop.guards.plan import Planned
 from hookdrop.guards.problems import Comparison
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
-from hookdrop.hooks.updates import UpdateCounter
+from hookdrop.guards.updates import UpdateCounter
 from hookdrop.recipes import set_dropout
 from tests.support.models import Small, mlp, toy
 from tests.support.programs import ROOT

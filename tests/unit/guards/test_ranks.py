@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hookdrop import Dropout, inject, seed_per_rank
-from hookdrop.utils import seeding
+from hookdrop.training import seeding
 from tests.support.models import Small
 
 

@@ -13,8 +13,8 @@ from torch.nn.functional import interpolate
 
 import hookdrop
 from hookdrop import Dropout, GaussianNoise, HookdropError, LayerError, LinearSchedule, ShapeError, find, inject
-from hookdrop.injection import figures
-from hookdrop.injection.figures import as_images
+from hookdrop.measure import figures
+from hookdrop.measure.figures import as_images
 from hookdrop.observe import CamComparison, compare_cam, grad_cam, plot_schedule
 from hookdrop.observe.cam import as_map
 from tests.support.models import Small, toy

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import hookdrop
 from hookdrop import Dropout, HeadDropout, InjectionError, LinearSchedule, Rate, Regularizer, ShapeError, inject, plan
+from hookdrop.core.adapters import as_regularizer
+from hookdrop.core.regularizer import REGULARIZERS
 from hookdrop.functional import drop_block
-from hookdrop.regularizers import REGULARIZERS, as_regularizer
 from tests.support.training import halve
 
 

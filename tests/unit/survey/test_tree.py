@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from hookdrop import Dropout, InjectionError, LayerError, inject, layers, plan, recipes
-from hookdrop.recipes.base import Recipe
+from hookdrop.core.recipe import Recipe
+from hookdrop.core.select import select
 from hookdrop.survey.tree import Layers
-from hookdrop.utils.select import select
 from tests.support.models import Small, toy
 from tests.support.transformers_models import llama
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop import DropPath, HeadDropout, NEFTune, Rate, Regularizer, ScaleActivationGrad, TokenDropout
-from hookdrop.recipes.base import Recipe, RecipeSite
+from hookdrop.core.recipe import Recipe, RecipeSite
 from hookdrop.testing import check_recipe, check_regularizer, recipe_checks, regularizer_checks
 from tests.support.models import Small
 from tests.support.regularizers import EVERY, LACKS, Case

@@ -1,0 +1,1 @@
+"""Selection, regularizers, schedules, hooks, plans and handles: what every injection uses."""

@@ -1,0 +1,179 @@
+"""Activation checkpointing: a recomputed forward must use the same masks as the original forward.
+
+PyTorch restores the RNG state of the original forward, which gives the same mask if the rate is also the same. A
+recomputed call is therefore matched to its original by the RNG state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookdrop.core import torch_internals as internals
+from hookdrop.core.tensor_tree import tensors
+
+if TYPE_CHECKING:
+    from hookdrop.core.regularizer import CurrentRate
+
+Call = tuple[str, bool, int]  # site, training mode, and a fingerprint of the RNG state
+MAX_CALLS_PER_STATE = 8  # how many calls of one site with equal RNG states are distinguished
+CAPACITY = 2**14  # how many calls are remembered: about 100 sites in 100 forward passes
+CAPACITY_WITH_TENSORS = 64  # the same for calls that hold tensors
+
+
+def is_recomputing() -> bool:
+    """Whether a backward pass is running."""
+    return internals.graph_task() != -1
+
+
+def may_be_recomputed() -> bool:
+    """Whether this may be a checkpointed forward: gradients are off, or saved-tensors hooks are active."""
+    if not torch.is_grad_enabled():
+        return not torch.is_inference_mode_enabled()
+    if internals.saved_tensors_hooks is not None:
+        return internals.saved_tensors_hooks(True) is not None
+    # PyTorch 2.6 and 2.7 cannot report it, but `checkpoint` is on the call stack.
+    return _is_called_by(lambda code: code is _checkpoint_code())
+
+
+@cache
+def _checkpoint_code() -> CodeType:
+    from torch.utils.checkpoint import checkpoint
+
+    code: CodeType = inspect.unwrap(checkpoint).__code__
+    return code
+
+
+def running_checkpoint() -> tuple[bool, Any]:
+    """Return what changes where the forward of a checkpoint begins: whether it is a reentrant one, or its hooks."""
+    read = internals.saved_tensors_hooks
+    hooks: Any = read(True) if read else _is_called_by(lambda code: code is _checkpoint_code())
+    hooked = hooks is True or (hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint")
+    return not torch.is_grad_enabled() and is_inside_autograd_function(), hooks if hooked else None
+
+
+_COLLECTORS = frozenset({"update_bn", "bn_update", "update_bn_stats"})
+"""The functions that collect batch-norm statistics: of PyTorch, of the authors of SWA, and of fvcore and mmengine. Many
+projects copied one of them, so they are recognized by name."""
+
+
+def collects_statistics() -> bool:
+    """Whether batch-norm statistics are being collected, which hooks that drop make those of dropped activations.
+
+    Nothing else distinguishes these passes from those of a momentum encoder, which also run in training mode without
+    gradients.
+    """
+    return _is_called_by(lambda code: code.co_name in _COLLECTORS)
+
+
+def is_inside_autograd_function() -> bool:
+    """Whether the forward of an autograd function is running, such as a reentrant checkpoint: gradients are off there.
+
+    Its first argument is the context that saves tensors for the backward pass.
+    """
+    return _is_called_by(lambda code: code.co_varnames[:1] == ("ctx",))
+
+
+def is_inside_reentrant_checkpoint() -> bool:
+    """Whether the forward of a reentrant checkpoint is running. Its class has this name in every library."""
+    return _is_called_by(lambda code: code.co_qualname == "CheckpointFunction.forward")
+
+
+def _is_called_by(matches: Callable[[CodeType], bool]) -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not matches(frame.f_code):
+        frame = frame.f_back
+    return frame is not None
+
+
+class NotedCall(NamedTuple):
+    sequence_number: int  # that of the next autograd node
+    with_gradients: bool
+    rate: CurrentRate | None  # None if it dropped nothing
+    collected: Mapping[str, Any]
+    """What was collected from modules around the layer, which a checkpoint of a part of them does not run again."""
+
+
+class CheckpointedCalls(dict[Call, list[NotedCall]]):
+    """The calls that a backward pass may recompute."""
+
+    complete = True  # whether no call was evicted
+    with_tensors: tuple[Call, ...] = ()  # the calls that hold tensors, such as attention masks
+
+    @property
+    def detects_redraws(self) -> bool:
+        """Whether a call without a matching forward must be a recompute from another RNG state."""
+        # Before PyTorch 2.8, composable checkpoints are not detected: they are not on the call stack.
+        return self.complete and (internals.saved_tensors_hooks is not None or bool(self))
+
+    def note(self, call: Call, rate: CurrentRate | None, collected: Mapping[str, Any]) -> None:
+        """Remember a call, and evict the oldest if there are too many."""
+        same_state = self.pop(call, [])
+        # If nothing is drawn, as inside `disabled`, the next forward starts from the same RNG state.
+        noted = NotedCall(internals.sequence_number(), torch.is_grad_enabled(), rate, collected)
+        self[call] = [*same_state[1 - MAX_CALLS_PER_STATE :], noted]
+        if collected and any(isinstance(value, Tensor) for value in collected.values()):
+            self.with_tensors = (*self.with_tensors, call)
+            if len(self.with_tensors) > CAPACITY_WITH_TENSORS:
+                self._evict(self.with_tensors[0])
+                self.with_tensors = self.with_tensors[1:]
+        if len(self) > CAPACITY:
+            self._evict(next(iter(self)))
+
+    def _evict(self, call: Call) -> None:
+        self.pop(call, None)
+        self.complete = False
+
+    def find(self, call: Call) -> NotedCall | None:
+        """Return the forward that this call recomputes, or None if no forward had this RNG state."""
+        same_state = self.get(call)
+        if same_state is None:
+            return None
+        if len({(noted.rate, *map(id, noted.collected.values())) for noted in same_state}) == 1:
+            return same_state[-1]
+        node = internals.current_node()
+        # A reentrant checkpoint recomputes inside its own node, and its forward ran without gradients.
+        with_gradients = not node.name().startswith("CheckpointFunction")
+        now = internals.node_sequence_number(node)
+
+        def distance(noted: NotedCall) -> tuple[bool, float]:
+            # The nodes between a call and its recompute. A reentrant checkpoint creates its node after its forward.
+            then = noted.sequence_number
+            nodes = now - then if noted.with_gradients else then - now - 1
+            return noted.with_gradients != with_gradients, nodes if nodes >= 0 else math.inf
+
+        return min(same_state, key=distance)
+
+
+def rng_fingerprint(value: Any) -> int:
+    """Hash the state of PyTorch's generators, on the CPU and on the accelerator of the first tensor in `value`.
+
+    The current device may be a different one: each autograd thread has its own.
+    """
+    first = value if isinstance(value, Tensor) else next(iter(tensors(value)), None)
+    if internals.dispatch_modes() > 0 or internals.functorch_stack() is not None:
+        # Selective checkpoints, fake tensors and `torch.func` must not see these operations.
+        with internals.without_dispatch_modes(), internals.without_functorch():
+            return hash(_generator_states(first))
+    return hash(_generator_states(first))
+
+
+def _generator_states(x: Tensor | None) -> tuple[bytes, ...]:
+    """The state of the generator on the CPU, and of that on the device of `x`."""
+    states = [torch.default_generator.get_state()]
+    if x is not None and x.device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(x.device)
+        usable = getattr(module, "is_initialized", lambda: True)()
+        if usable and not getattr(module, "is_current_stream_capturing", lambda: False)():
+            states.append(module.get_rng_state(*[x.device] * (x.device.type != "mps")))
+    # The position and the first words of the Mersenne Twister identify its state as well as all 5,056 bytes.
+    return tuple([ctypes.string_at(state.data_ptr(), min(64, state.numel())) for state in states])

@@ -1,0 +1,42 @@
+"""What the core announces. Guards and other observers append functions, which are called in this order.
+
+A hook has listeners of its own, because most only watch its first calls: `hook.first_listeners`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+planned: list[Callable[[Any], None]] = []
+"""Called with the `Plan`, before an example runs: may add warnings."""
+
+placed: list[Callable[[Any, Any, Any], None]] = []
+"""Called with (plan, state, sinks) when all sinks of an injection are placed."""
+
+rates_set: list[Callable[[Any], None]] = []
+"""Called with the state after its step or a setting has changed."""
+
+moved: list[Callable[[Any, Any, Any], None]] = []
+"""Called with (model, state, sinks) when the step of an injection has changed; the model may be None."""
+
+first_step: list[Callable[[Any, int, bool], None]] = []
+"""Called with (state, steps, had_state) before the first step of a followed optimizer is counted: the step count in the
+optimizer's state, and whether it had one before."""
+
+removing: list[Callable[[Any, Any, Any], None]] = []
+"""Called with (model, states, sinks) before a removal that the user asked for; the model may be None."""
+
+replacing: list[Callable[[Any, Any], None]] = []
+"""Called with (model, sinks) before an injection replaces others, with what these have at other sites."""
+
+removed: list[Callable[[Any], None]] = []
+"""Called with the state whose last sink is removed."""
+
+checks: list[Callable[[Any, Any, Any], Mapping[str, str]]] = []
+"""Called with (model, state, sinks) for `check()`. Each returns messages by kind."""
+
+
+def announce(event: list[Callable[..., None]], *arguments: Any) -> None:
+    for function in event:
+        function(*arguments)

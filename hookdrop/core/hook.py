@@ -1,0 +1,380 @@
+"""The forward hook of one site.
+
+A hook holds no reference to its module or model, no generator and no closure: it is copied and pickled with the
+module, and the copied hooks of one injection share a copy of its state. Each call passes the rate to the regularizer as
+an argument, not through shared state, so threads and recomputes do not interfere.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from hookdrop.core import compiling, tensor_tree
+from hookdrop.core.call_context import MASK, SAMPLES, CallValue, place_around
+from hookdrop.core.checkpointing import (
+    collects_statistics,
+    is_inside_autograd_function,
+    may_be_recomputed,
+    rng_fingerprint,
+)
+from hookdrop.core.errors import InjectionError, ShapeError
+from hookdrop.core.placed import PlacedSite
+from hookdrop.core.regularizer import NO_RATE, REGULARIZERS, CurrentRate, P, Rate, Regularizer, at_rate, rate_of
+from hookdrop.core.samples import SampleRows
+from hookdrop.core.state import InjectionState
+from hookdrop.core.torch_internals import graph_task, is_tracing
+
+Listener = Callable[["SiteHook", nn.Module, Any], None]
+"""Called with (hook, module, value) before the hook acts. It may warn, raise, or unsubscribe itself."""
+
+
+def note_call(hook: SiteHook, module: nn.Module, value: Any) -> None:
+    """Record that a layer ran. Unsubscribes once the layer has run in training mode."""
+    hook.called = True
+    if module.training:
+        hook.trained = hook.state.live.trained = True
+        hook.unsubscribe(note_call)
+
+
+first_listeners: list[Listener] = [note_call]
+"""Every new hook starts with these. They unsubscribe themselves, so in steady state a hook has none."""
+
+
+class SiteHook(PlacedSite):
+    """A forward hook that regularizes one tensor of a layer's output, or a pre-hook for one of its arguments."""
+
+    own: ClassVar[tuple[str, ...]] = (
+        *("called", "trained", "last_shape", "listeners"),
+        *("train_rate", "eval_rate", "graph_break"),
+    )
+    """The attributes that copies do not inherit."""
+    state: InjectionState
+    changes_forward: ClassVar[bool] = True
+    """Whether it changes the tensor, and does not only add to the loss."""
+    on_new_shape: Callable[[SiteHook], None] | None = None  # called if a shape is not that of the call before
+
+    def __init__(
+        self,
+        site: str,
+        regularizer: Regularizer,
+        p_scale: float,
+        tensor: tensor_tree.TensorKey,
+        state: InjectionState,
+        at: str = "output",
+    ) -> None:
+        self.site, self.regularizer, self.p_scale, self.tensor, self.state = site, regularizer, p_scale, tensor, state
+        self.at = at  # `"output"`; for a pre-hook `"input"`, `"skip"`, `"parameters"` or `"scores"`
+        self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
+        """What the regularizer needs from modules around the layer."""
+        self.companions = []
+        self.target = self.initial_target = rate_of(regularizer)
+        self.rate: Rate = type(regularizer).rate or P
+        self.replays = type(regularizer) in REGULARIZERS.values()
+        """Whether compiled code that recomputes this hook draws the same random numbers."""
+        self._start()
+
+    @classmethod
+    def of(cls, site: Any, plan: Any, state: InjectionState) -> Self:
+        # `plan` checked that the regularizer can be pickled, and a deep copy takes ten times as long.
+        regularizer = pickle.loads(pickle.dumps(site.regularizer))
+        return cls(site.name, regularizer, site.p_scale, plan.spec.tensor, state, *cls.settings_of(site))
+
+    @staticmethod
+    def settings_of(site: Any) -> tuple[Any, ...]:
+        """The last arguments of `__init__`."""
+        return (site.at,)
+
+    def _start(self) -> None:
+        """Initialize the attributes that copies do not inherit."""
+        self.called = self.trained = False
+        self.last_shape: torch.Size | None = None
+        self.listeners: tuple[Listener, ...] = tuple(first_listeners)
+        self.state.live.members.add(self)
+        self.state.live.known_sites.add(self.site)
+        value = None if self.target is None else self.target * self.state.multiplier * self.p_scale
+        rate = NO_RATE if value is None else CurrentRate(value, value == self.rate.neutral)
+        self.set_rate(rate, self.state.on, self.state.sampling)
+        reason = self.regularizer.graph_break
+        self.graph_break = compiling.graph_break(_apply, reason) if reason else None
+        """How compiled code runs the regularizer if it cannot be part of the graph."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in self.own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    # --- a call
+
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
+        # PyTorch calls a hook with (args, kwargs), (args, output) or (args, kwargs, output). If another library
+        # re-registered it, the kwargs may be missing.
+        after = self.at == "output"
+        first = rest[-1] if after else args and args[0]
+        if not isinstance(first, Tensor) and compiling.is_symbolic(first if after else (args, rest)):
+            return self.state.warn_once(
+                "symbolic",
+                f"{self.where} is not part of the graph: torch.fx traces into modules with children, and omits their "
+                "hooks.\n  hook leaf modules, which keep their hooks, or inject into the GraphModule.",
+            )
+        compiled, rate = is_compiling(), self.train_rate if module.training else self.eval_rate
+        if rate is None and not module.training and not compiled and not torch.is_grad_enabled():
+            self.called = True  # inference: there is nothing to check
+            return None
+        kwargs = rest[0] if len(rest) > after else {}
+        value = (args, kwargs, first) if after else (args, kwargs)
+        changed = self._call_in_graph(module, value, rate) if compiled else self._call(module, value, rate)
+        # Without kwargs, a pre-hook must return only `args`.
+        return changed[0] if changed is not None and not after and not rest else changed
+
+    def _call(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
+        if self.listeners:
+            _NOTIFY.call(self, module, value)
+        if graph_task() != -1:
+            return self._recompute(module, value, rate)
+        if (rate is not None or module.training) and may_be_recomputed():
+            self._note_forward(module, value, rate)
+        if rate is None:
+            return None
+        if is_tracing():
+            raise InjectionError(
+                f"{self.where} inside torch.jit.trace: the trace would keep it at its current rate, even in eval mode."
+                f"\n  trace {compiling.ALTERNATIVES}"
+            )
+        if rate.neutral:
+            return None
+        return self.edit(module, value, lambda x, **context: self.apply(x, rate, **context))
+
+    def _note_forward(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> None:
+        """Remember the call for a recompute, and warn if this forward collects batch-norm statistics."""
+        state = rng_fingerprint(value[2] if self.at == "output" else value)
+        collected = self._collect() if self.collected else {}
+        self.state.live.checkpointed.note((self.site, module.training, state), rate, collected)
+        drops = module.training and rate is not None and not rate.neutral and self.changes_forward
+        if drops and not torch.is_grad_enabled() and "without gradients" not in self.state.warned_kinds:
+            self._warn_without_gradients()
+
+    def _warn_without_gradients(self) -> None:
+        """Warn about a forward in training mode without gradients, once the model is being trained."""
+        state, live = self.state, self.state.live
+        is_trained = live.update_counter is not None and not live.update_counter.copied and live.update_counter.updates
+        if collects_statistics():
+            state.warn_once(
+                "dropped statistics",
+                f"{state.name!r} drops activations while batch-norm statistics are collected, so these are wrong "
+                "for eval mode.\n  collect them with hookdrop.update_bn(loader, model), or inside: with "
+                "hookdrop.find(model).disabled(): ...",
+            )
+        elif is_trained and not live.contexts and live.observe is None and not is_inside_autograd_function():
+            state.warn_once(
+                "without gradients",
+                f"{state.name!r} drops in a forward in training mode without gradients (a reference model? a rollout? "
+                "an evaluation?).\n  call model.eval() before it, or run it inside: with "
+                "hookdrop.find(model).disabled(): ...\n  a method of a trainer: trainer.method = "
+                "hookdrop.find(model).disabled()(trainer.method)",
+            )
+
+    def _call_in_graph(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
+        # Read only attributes that stay constant between calls; others would trigger recompilation.
+        exporting = compiling.is_exporting()
+        # An export does not count as a call, and PyTorch warns if it sets attributes.
+        if not exporting:
+            self.called = True
+            if module.training:
+                self.trained = self.state.live.trained = True
+        if rate is None:
+            return None
+        if exporting:
+            compiling.warn_of_export(self.state.name)
+        return self.edit(module, value, lambda x, **context: self.apply_in_graph(x, rate, **context))
+
+    def _recompute(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
+        """Run the hook inside a checkpoint's recompute, at the rate that the original forward used."""
+        checkpointed = self.state.live.checkpointed
+        if not checkpointed and (rate is None or rate.neutral):
+            return None
+        before = self._fingerprint(value)
+        known = checkpointed.find((self.site, module.training, before))
+        rate = rate if known is None else known.rate
+        if rate is None or rate.neutral:
+            return None
+        collected = {} if known is None else known.collected
+
+        def apply(x: Tensor, **context: Any) -> Tensor:
+            # The checkpoint may not run the modules around the layer again.
+            missing = {need: value for need, value in collected.items() if self.collected[need].value is None}
+            try:
+                return self.apply(x, rate, **(context | missing))
+            finally:
+                # A checkpoint stops the recompute by an exception once all saved tensors are available.
+                if known is None and checkpointed.detects_redraws and self._fingerprint(value) != before:
+                    self._warn_of_another_mask()
+
+        return self.edit(module, value, apply)
+
+    def _warn_of_another_mask(self) -> None:
+        self.state.warn_once(
+            "different mask",
+            f"{self.state.name!r}: {self.site!r} ran in a backward pass with an RNG state that none of its forwards "
+            "had. If an activation checkpoint recomputed it, its mask differs from that of the forward, and the "
+            "gradients are wrong.\n"
+            "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
+            "Inject or replace before the forward, not between forward and backward.",
+        )
+
+    def _fingerprint(self, value: Any) -> int:
+        return rng_fingerprint(value[2] if self.at == "output" else value)
+
+    def edit(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
+        """Apply `fn` to the site's tensor in `value`, and add the site to errors."""
+        try:
+            return self.map(module, value, fn)
+        except ShapeError as error:
+            error.args = (f"{self.where}{' ' if str(error).startswith('got ') else ': '}{error}",)
+            raise
+        except Exception as error:
+            if is_compiling():  # the compiler cannot trace the next lines, and would hide the error
+                raise
+            self.explain(error)
+            raise
+
+    def explain(self, error: Exception) -> None:
+        """Add the site to an error, or raise another one that says what to do."""
+        if "randomness error mode" in str(error):
+            raise InjectionError(
+                f"{self.where} draws random numbers, which torch.func.vmap does not allow by default.\n"
+                '  vmap(..., randomness="different")   Opacus\' functorch sampler runs layers with weights again, '
+                "without their masks: hook a layer without weights"
+            ) from error
+        error.add_note(f"in hookdrop's {self.where}")
+
+    def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
+        """Apply `fn` to the site's tensor in `value`, with what the regularizer needs besides."""
+        if self.regularizer.needs:
+            fn = partial(fn, **self._collect())
+        if self.at == "output":
+            return tensor_tree.map_tensor(value[2], self.tensor, fn)
+        args, kwargs = value
+        return tensor_tree.map_arguments(module, args, kwargs, self.tensor, fn)
+
+    def _collect(self) -> dict[str, Any]:
+        found = {need: one.value for need, one in self.collected.items()}
+        if SAMPLES in found:
+            batch, place = found[SAMPLES], self.regularizer.samples
+            found[SAMPLES] = place and SampleRows(*place[1:], None if batch is None else batch.shape[0])
+        return found
+
+    def act(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+        """Regularize one tensor."""
+        if self.on_new_shape is not None and x.shape != self.last_shape:
+            self.last_shape = torch.Size(map(int, x.shape))
+            self.on_new_shape(self)
+        observe = self.state.live.observe
+        if observe is not None:
+            return observe(self, x, rate, **context)
+        return regularized(self.regularizer, x, rate.value, **context)
+
+    apply = act
+    """What a call does with its tensor: in eager code, `act` and what prepares the rest of the call."""
+
+    def apply_in_graph(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+        """Like `apply`, for compiled code: reads nothing that changes between calls."""
+        outside = self.graph_break if self.state.live.observe is None else _OBSERVED
+        if outside is not None:
+            y: Tensor = outside.call(self, x, rate, **context)
+            return y
+        self.regularizer.check(x.shape)
+        if not compiling.is_exporting():
+            self.last_shape = x.shape
+        if rate.neutral:
+            return x
+        if not self.replays:
+            compiling.warn_of_redraws(self.where)
+        return regularized(self.regularizer, x, rate.tensor, **context)
+
+    def unsubscribe(self, listener: Listener) -> None:
+        self.listeners = tuple(other for other in self.listeners if other is not listener)
+
+    # --- the rate
+
+    def set_rate(self, rate: CurrentRate, on: bool, sampling: bool) -> None:
+        """Set the rate of training mode if `on`, and of eval mode if also `sampling`, which changes only forwards."""
+        self.train_rate = rate if on else None
+        self.eval_rate = rate if on and sampling and self.changes_forward else None
+
+    def valid_target(self, value: object) -> float:
+        """Return `value` as a float, or raise if it is out of the regularizer's range."""
+        return self.rate.valid(value, self.regularizer.title)
+
+    @property
+    def p(self) -> float | None:
+        """The current rate in training mode; the neutral rate while the hook is disabled."""
+        if self.target is None:
+            return None
+        return self.rate.neutral if self.train_rate is None else self.train_rate.value
+
+    # --- registration
+
+    def place(self, module: nn.Module) -> None:
+        if self.collected:
+            place_around(self, module)
+        if self.at == "output":
+            self.handle = module.register_forward_hook(self)
+        else:
+            self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
+
+    def remove(self) -> None:
+        super().remove()
+        self.train_rate = self.eval_rate = None  # it may still be in a copied table
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the hook is placed and its module still exists."""
+        return self.handle is not None and self.handle.hooks_dict_ref() is not None
+
+    def describe(self, rate: float | None = None) -> str:
+        """Return the regularizer as text, at the given rate or at its target."""
+        return repr(at_rate(self.regularizer, self.target if rate is None else rate))
+
+    def __getattr__(self, name: str) -> Any:
+        # torch.jit.script reads `__name__` first, so this error can explain what to do.
+        script = (
+            "torch.jit.script does not support modules with hookdrop hooks.\n"
+            "  use: with hookdrop.without_hooks(model): torch.jit.script(model)"
+        )
+        raise AttributeError(script if name == "__name__" else f"{type(self).__name__!r} has no attribute {name!r}")
+
+
+def regularized(regularizer: Regularizer, x: Tensor, rate: Any, **context: Any) -> Tensor:
+    y = regularizer.regularize(x, rate, **context)
+    if regularizer.keeps_shape and not (isinstance(y, Tensor) and y.shape == x.shape and y.dtype == x.dtype):
+        got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+        must = "a regularizer must preserve shape and dtype"
+        raise ShapeError(f"got {tuple(x.shape)} {x.dtype} and returned {got}: {must}.")
+    return y
+
+
+def _notify(hook: SiteHook, module: nn.Module, value: Any) -> None:
+    for listener in hook.listeners:
+        listener(hook, module, value)
+
+
+def _apply(hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+    # Not `hook.apply`: a `SkipHook` saves its input differently in compiled code than in eager code.
+    return hook.act(x, rate, **context)
+
+
+_NOTIFY = compiling.GraphBreak(_notify, "hookdrop checks the first calls.")
+_OBSERVED = compiling.GraphBreak(
+    _apply,
+    "recording() needs tensor values, so it breaks the graph of code that is compiled for the first time inside.\n"
+    "  call the compiled model once before recording().",
+)

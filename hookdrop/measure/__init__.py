@@ -1,0 +1,1 @@
+"""What hooks do, measured and sampled."""

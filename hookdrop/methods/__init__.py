@@ -1,0 +1,1 @@
+"""Methods that need more than a regularizer: hooks at other places, and recipes."""

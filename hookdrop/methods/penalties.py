@@ -1,0 +1,203 @@
+"""The loss terms of penalties, from the forward passes that add them until `Injection.penalty` reads them."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hookdrop.core import compiling
+from hookdrop.core.call_context import CallValue, has_ended
+from hookdrop.core.checkpointing import is_inside_reentrant_checkpoint, is_recomputing
+from hookdrop.core.errors import InjectionError, ShapeError
+from hookdrop.core.hook import SiteHook
+from hookdrop.core.placed import CompanionHook
+from hookdrop.core.regularizer import CurrentRate
+from hookdrop.core.state import InjectionState
+from hookdrop.core.torch_internals import skip_frames_of, when_compiler_is_imported
+
+if TYPE_CHECKING:
+    from hookdrop.core.placed import PlacedSite
+
+MOST_UNREAD = 2**12  # how many terms are kept without an update of the weights: a cell may run at each time step
+
+
+class _Compiled:
+    """A term of compiled code and the one before. It would guard on the length of a list, and a sum joins graphs."""
+
+    def __init__(self, earlier: _Compiled | None, term: Tensor) -> None:
+        self.earlier, self.term = earlier, term
+
+
+class LossTerms:
+    """The unread loss terms of an injection, which hold the graphs of their forward passes.
+
+    An update of the weights ends the use of these graphs: the terms since the last update supersede earlier ones, which
+    count if there are no later ones, such as after the step of a discriminator.
+    """
+
+    def __init__(self) -> None:
+        self.unread_updates = 0  # how many updates of the weights came between forward and reading, since a reading
+        self._updates = 0
+        self.watched: set[int] = set()  # the ids of the modules around the layers, while hooks are placed
+        self.calls = CallValue()  # those in progress: the frame, which ends earlier only by an error, and terms before
+        self._clear()
+
+    def _clear(self) -> None:
+        self.terms: deque[Tensor] = deque(maxlen=MOST_UNREAD)
+        self.compiled: _Compiled | None = None
+        self.superseded: list[Tensor] = []
+
+    def _since_update(self) -> list[Tensor]:
+        self.forget_failed()
+        found, last = [*self.terms], self.compiled
+        while last is not None:
+            found.insert(len(self.terms), last.term)
+            last = last.earlier
+        return found
+
+    def forget_failed(self) -> None:
+        """Forget the terms of calls that failed, such as for lack of memory: the next try adds them again."""
+        while self.calls.stack and has_ended(self.calls.value[0]):
+            _, last, compiled = self.calls.end()
+            while self.terms and self.terms[-1] is not last:
+                self.terms.pop()
+            self.compiled = self.compiled and compiled
+
+    def add(self, term: Tensor) -> bool:
+        """Keep a term. Returns whether there are too many, so that the oldest was dropped."""
+        self.superseded = []
+        full = len(self.terms) == MOST_UNREAD
+        self.terms.append(term)
+        return full
+
+    def note_updates(self, updates: int) -> None:
+        """Take note of how often the weights have been updated."""
+        found = self._since_update() if updates != self._updates else []
+        self._updates = updates
+        if found:
+            self._clear()
+            self.superseded, self.unread_updates = found, self.unread_updates + 1
+
+    def take(self) -> list[Tensor]:
+        """Return the terms that count, and forget all."""
+        found = self._since_update() or self.superseded
+        self._clear()
+        self.unread_updates = 0
+        return found
+
+
+def total(terms: list[Tensor], model: nn.Module) -> Tensor:
+    """Return the sum on the device of the last term, which is the nearest to the loss; 0 without terms."""
+    if not terms:
+        weights = [weight.device for weight in model.parameters()]
+        return torch.zeros((), device=weights[-1] if weights else None)
+    whole = [term.full_tensor() if hasattr(term, "full_tensor") else term for term in terms]  # a DTensor is a share
+    moved = [term.to(whole[-1].device) for term in whole]
+    return sum(moved[1:], start=moved[0])
+
+
+def watch_calls(hook: PlacedSite, module: nn.Module) -> None:
+    """Watch the calls of all modules around a layer, any of which may be tried again after an error."""
+    root, terms = hook.state.live.root and hook.state.live.root(), _terms_of(hook)
+    for parent in root.modules() if root else ():
+        if parent is not module and id(parent) not in terms.watched and module in parent.modules():
+            terms.watched.add(id(parent))
+            hook.accompany(parent.register_forward_pre_hook, _watch_call, True)
+            hook.accompany(parent.register_forward_hook, _watch_call, False)
+
+
+def _watch_call(hook: PlacedSite, begins: bool, *_: Any) -> None:
+    # A graph that fails adds no term. A recompute adds none, and a checkpoint ends it by an exception.
+    if torch.compiler.is_compiling() or is_recomputing():
+        return
+    terms = _terms_of(hook)
+    if begins:
+        terms.forget_failed()
+        terms.calls.start((sys._getframe(2), terms.terms[-1] if terms.terms else None, terms.compiled))
+    else:
+        terms.calls.end()
+
+
+when_compiler_is_imported(lambda: skip_frames_of(CompanionHook.__call__, CallValue.end, _watch_call))
+
+
+class PenaltyHook(SiteHook):
+    """A hook that adds a term to the loss in each call, and does not change its tensor."""
+
+    changes_forward = False
+
+    def _start(self) -> None:
+        self.state.live.loss_terms = self.state.live.loss_terms or LossTerms()
+        super()._start()
+
+    def place(self, module: nn.Module) -> None:
+        super().place(module)
+        watch_calls(self, module)
+
+    def act(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+        collect(self, x, rate.value, context)
+        return super().act(x, rate, **context)
+
+    apply = act
+
+    def apply_in_graph(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+        y = super().apply_in_graph(x, rate, **context)
+        if not rate.neutral and self.graph_break is None and self.state.live.observe is None:
+            collect_in_graph(self, x, rate.tensor, context)
+        return y
+
+
+def read_penalty(states: Sequence[InjectionState], name: str, model: Callable[[], nn.Module]) -> Tensor:
+    """Return the sum of the unread terms of these injections, and clear it."""
+    found = [state.live.loss_terms for state in states if state.live.loss_terms is not None]
+    if not found:
+        raise InjectionError(
+            f"penalty(): {repr(name) if name else 'this model'} adds no term to the loss.\n"
+            "  inject(model, ActivationPenalty(), layers=...)   or for all injections: find(model).penalty()"
+        )
+    return total([term for terms in found for term in terms.take()], model())
+
+
+def collect(hook: PlacedSite, x: Tensor, rate: float | None, context: Mapping[str, Any]) -> None:
+    """Compute the loss term of a call, and keep it."""
+    if not torch.is_grad_enabled():
+        if is_inside_reentrant_checkpoint():
+            raise InjectionError(
+                f"{hook.where}: a reentrant checkpoint runs its forward without gradients, so its loss term would have "
+                "none.\n  checkpoint(..., use_reentrant=False)   or hook a layer outside of the checkpoint"
+            )
+        return
+    term = _loss_term(hook, x, rate, context)
+    # A recompute repeats the operations, because a checkpoint counts the saved tensors, but the term counts once.
+    if not is_recomputing() and _terms_of(hook).add(term):
+        hook.state.warn_once(
+            "unread terms",
+            f"{hook.state.name!r}: more than {MOST_UNREAD} loss terms were not read, so the oldest are dropped.\n"
+            "  read them with drop.penalty(), or run such forwards inside: with drop.disabled(): ...",
+        )
+
+
+def collect_in_graph(hook: PlacedSite, x: Tensor, rate: Tensor | None, context: Mapping[str, Any]) -> None:
+    """Like `collect`, for compiled code. An exported program has no loss."""
+    if torch.is_grad_enabled() and not compiling.is_exporting():
+        terms = _terms_of(hook)
+        terms.compiled = _Compiled(terms.compiled, _loss_term(hook, x, rate, context))
+
+
+def _loss_term(hook: PlacedSite, x: Tensor, rate: Any, context: Mapping[str, Any]) -> Tensor:
+    penalty: Any = hook.regularizer
+    term = penalty.penalize(x, rate, **context)
+    if not isinstance(term, Tensor) or term.dim():
+        got = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
+        raise ShapeError(f"penalize returned {got}, but a loss term is a 0-d tensor.\n  return its mean() or sum()")
+    return term
+
+
+def _terms_of(hook: PlacedSite) -> LossTerms:
+    terms: LossTerms = hook.state.live.loss_terms
+    return terms

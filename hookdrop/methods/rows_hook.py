@@ -1,0 +1,293 @@
+"""The hook of a layer that runs on the samples that are kept: `LayerDrop`, and `DropPath(mode="subset")`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from hookdrop.core.call_context import CallValue, has_ended, partial_calls
+from hookdrop.core.compiling import graph_break
+from hookdrop.core.errors import InjectionError
+from hookdrop.core.hook import SiteHook
+from hookdrop.core.registry import hooks_removed
+from hookdrop.core.regularizer import CurrentRate
+from hookdrop.core.select import named_layers
+from hookdrop.core.sink import RateSink
+from hookdrop.core.tables import some
+from hookdrop.core.tensor_tree import (
+    bind_arguments,
+    describe,
+    first_tensor,
+    fits,
+    leaves,
+    map_leaves,
+    map_tensor,
+    tensors,
+    with_rows,
+)
+from hookdrop.core.torch_internals import functorch_stack, is_fake, version_of
+
+if TYPE_CHECKING:
+    from hookdrop.survey.subsets import Subset
+
+
+MOST_KINDS = 64  # of the calls of a layer whose needs are remembered
+
+
+class _Call(NamedTuple):
+    """A call in progress that drops."""
+
+    rate: CurrentRate
+    samples: int
+    rows: Tensor | None = None
+    """The samples that are kept; None for all."""
+    is_drawn: bool = False
+    """Whether the samples are drawn; otherwise, where nothing can read a value, the regularizer draws afterwards."""
+    runs_on: Tensor | None = None
+    """Those that the layer runs on; None for all."""
+    subset: Subset | None = None
+    originals: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({})
+    inputs: Sequence[tuple[str, Tensor, Tensor]] = ()
+    """What a dropped sample may return instead: the name of the argument, the tensor, and what holds its values."""
+    frame: FrameType | None = None  # what runs the layer, in eager code
+
+
+class RowsHook(SiteHook):
+    """A forward pre-hook that draws the samples of a layer and passes on only these, so that the others cost nothing.
+
+    A hook on the output puts the result back. The other rows are zeros or, if the regularizer needs the `layer_input`,
+    those of the input. If no sample is kept, the layer runs on one, whose result is not used: its parameters get
+    gradients of zero, so DistributedDataParallel misses none. What else the layer returns is either an argument, of
+    which it then returns all rows, or the same for any samples. If this is false or unknown, it runs on all samples.
+    """
+
+    own = (*SiteHook.own, "current", "subsets", "select", "put_back")
+
+    @staticmethod
+    def settings_of(site: Any) -> tuple[Any, ...]:
+        return ("input",)
+
+    @classmethod
+    def refuse_beside(cls, present: Sequence[RateSink]) -> None:
+        for sink in present:
+            if isinstance(sink, SiteHook) and "rows" in sink.regularizer.needs:
+                raise InjectionError(
+                    f"{sink.where} skips samples of this layer already, and a part of a part cannot be put back.\n"
+                    "  use one of them, or hook another layer"
+                )
+
+    def _start(self) -> None:
+        self.current = CallValue()  # the `_Call` in progress
+        self.subsets: dict[Any, Subset] = {}
+        self.returns_input = "layer_input" in self.regularizer.needs
+        super()._start()
+        # The number of rows depends on the draws.
+        reason = self.regularizer.graph_break or "It needs the input of the layer.\n  remove fullgraph=True."
+        self.select, self.put_back = graph_break(RowsHook._call, reason), graph_break(RowsHook.complete, reason)
+
+    def place(self, module: nn.Module) -> None:
+        super().place(module)
+        self.accompany(module.register_forward_hook, RowsHook.end_call, always_call=True)
+
+    @property
+    def where(self) -> str:
+        return f"{self.regularizer.title} at {self.site!r}" if self.site else f"{self.regularizer.title} at the model"
+
+    # --- before the layer
+
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
+        if is_compiling():
+            return super().__call__(module, args, *rest)
+        if (outer := self.current.value) is not None and outer.frame is not None and not has_ended(outer.frame):
+            raise InjectionError(
+                f"{self.where}: the layer calls itself, and would skip samples of samples.\n  hook a layer inside it."
+            )
+        self._end()  # left by a compiled layer that raised an error
+        value = super().__call__(module, args, *rest)
+        if self.current.stack:
+            self.current.replace(self.current.value._replace(frame=sys._getframe(1)))
+        return value
+
+    def _call(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
+        self._end()  # the same, below a graph break
+        return super()._call(module, value, rate)
+
+    def _call_in_graph(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
+        return None if self.is_off(module) else self.select.call(self, module, value, rate)
+
+    def _end(self) -> _Call | None:
+        call: _Call | None = self.current.end()
+        if call is not None and call.runs_on is not None:
+            partial_calls.end()
+        return call
+
+    def is_off(self, module: nn.Module) -> bool:
+        rate = self.train_rate if module.training else self.eval_rate
+        return rate is None or rate.neutral
+
+    def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+        """Draw the samples that the layer runs on."""
+        regularizer: Any = self.regularizer
+        if "rows" not in regularizer.needs or functorch_stack() is not None or is_fake(x) or x.is_meta:
+            self.current.start(_Call(rate, len(x)))
+        else:
+            self.current.start(_Call(rate, len(x), regularizer.select_rows(x, rate.value), is_drawn=True))
+        return x
+
+    def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
+        bound = bind_arguments(module, *value)
+        named = getattr(self.regularizer, "argument", None)
+        if named is not None and not any(map(fits, tensors(bound.get(named)))):
+            raise InjectionError(f"{self.where}: the layer was called without a tensor {named!r}.")
+        x = first_tensor(bound if named is None else bound[named])
+        fn(x)
+        call: _Call | None = self.current.end()
+        if call is None:
+            return None
+        refuse_cache(bound, self)
+        if call.is_drawn and call.rows is None:
+            if self.state.live.observe is None:
+                return None
+            call = call._replace(rows=torch.arange(call.samples, device=x.device))
+        rows = call.rows
+        if rows is not None and len(rows) < call.samples:
+            call = call._replace(subset=(subset := self._subset(module, value, x)))
+            if not subset.why_all(discards=not len(rows)):
+                runs_on = rows if len(rows) else rows.new_zeros(1)
+                value, originals = with_rows(value, subset.arguments, runs_on)
+                call = call._replace(runs_on=runs_on, originals=originals)
+                partial_calls.start(self)
+        if self.returns_input:
+            names = bound if named is None else [named]
+            given = {id(y): (name, y) for name in names for y in tensors(bound[name]) if fits(y)}
+            # A layer that runs on all samples may write to them in place.
+            copies = call.runs_on is None
+            call = call._replace(inputs=[(name, y, y.clone() if copies else y) for name, y in given.values()])
+        self.current.start(call)
+        return value
+
+    def _subset(self, module: nn.Module, value: Any, x: Tensor) -> Subset:
+        """Return what the layer needs in calls of this kind; in the first one, a run without values shows it."""
+        from hookdrop.survey.subsets import find_subset  # only this needs it
+
+        def kind(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                size = len(leaf) if leaf.dim() else 0
+                return leaf.dim(), leaf.dtype, size == len(x), size == 1
+            return leaf if isinstance(leaf, bool | str | int | float) else type(leaf)
+
+        key = tuple([(path, kind(leaf)) for path, leaf in leaves(bind_arguments(module, *value))])
+        if key not in self.subsets:
+            if len(self.subsets) >= MOST_KINDS:  # a number that changes in each call
+                self.subsets.pop(next(iter(self.subsets)))
+            with ExitStack() as stack:
+                for part in module.children():
+                    stack.enter_context(hooks_removed(part))
+                self.subsets[key] = find_subset(module, value, x, self.tensor, writes=self.returns_input)
+        return self.subsets[key]
+
+    # --- after the layer
+
+    def end_call(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not is_compiling():
+            return self.complete(output)
+        return None if self.is_off(module) else self.put_back.call(self, output)
+
+    def complete(self, output: Any) -> Any:
+        """Return the output of the layer for all samples."""
+        call = self._end()
+        if call is None or output is None:  # None after an error
+            return None
+        if call.subset is not None:
+            self._check(call, call.subset, output)
+
+        def finish(y: Tensor) -> Tensor:
+            drawn = None if call.runs_on is not None else call.rows
+            alone = drawn is not None and (len(drawn) or self.regularizer.independent_samples)
+            if alone and len(y) != call.samples:
+                raise InjectionError(
+                    f"{self.where}: the layer returns {len(y)} rows, but the first tensor that it gets has "
+                    f"{call.samples}, so the samples are unknown.\n"
+                    "  find them by running the model: inject(..., example_input=x)"
+                )
+            if call.runs_on is not None and len(y) != call.samples:
+                shape, is_dense = (call.samples, *y.shape[1:]), y.stride(0) * len(y) == y.numel()
+                zeros = y.new_empty_strided(shape, y.stride()).zero_() if is_dense else y.new_zeros(shape)
+                y = zeros.index_copy_(0, call.runs_on, y)
+            needed: dict[str, Any] = {"layer_input": self._input(y, output, call)} if self.returns_input else {}
+            return SiteHook.apply(self, y, call.rate, **needed, **({} if call.rows is None else {"rows": call.rows}))
+
+        def restored(leaf: Any) -> Any:
+            new, old = call.originals.get(id(leaf), (leaf, leaf))
+            is_argument = new is not old and (new.is_inference() or not version_of(new))
+            return old if is_argument else leaf  # one that the layer wrote to is its result
+
+        try:
+            return map_tensor(map_leaves(output, restored), self.tensor, finish)
+        except Exception as error:
+            self.explain(error)
+            raise
+
+    def _check(self, call: _Call, subset: Subset, output: Any) -> None:
+        if call.runs_on is None and not self.returns_input:
+            why = subset.why_all(discards=False)
+            self.state.warn_once(
+                "all samples",
+                f"{self.where}: the branch {why}, so it runs on all samples, and saves no time there.\n"
+                '  use mode="row", which runs the branch on all samples; or hook a module that returns one tensor and '
+                "begins without inplace=True\n"
+                '  in transformers, attn_implementation="sdpa" returns no weights',
+            )
+        elif call.runs_on is not None and len(tensors(output)) != subset.outputs:
+            raise InjectionError(
+                f"{self.where}: the layer returns {describe(output)}, but {subset.outputs} tensors in a run without "
+                "values and gradients, so it is unknown what depends on the samples.\n"
+                '  drop what the branches add, which all samples run through: DropPath(p=..., mode="row")'
+            )
+
+    def _input(self, y: Tensor, output: Any, call: _Call) -> Tensor:
+        """Return the argument that stands for an output `y`: the only one with its shape, or else the first."""
+        # A second output of the layer, unlike an argument that it returns, may be a second residual stream.
+        given = [id(x) for _, x, _ in call.inputs]
+        others = [z for z in tensors(output) if call.runs_on is None and fits(z) and id(z) not in given]
+        found = [one for one in call.inputs if any(one[1].shape == z.shape for z in (y, *others))]
+        if len(found) > 1:
+            several = list(dict.fromkeys(name for name, *_ in found))
+            raise InjectionError(
+                f"{self.where}: it is unknown which argument a skipped layer returns: {some(several)} have the shape "
+                "of an output.\n"
+                "  find it by running the model: inject(..., example_input=x)\n"
+                f"  or name it: {self.regularizer.title}(..., argument={' or '.join(map(repr, several))})"
+            )
+        return (found or call.inputs)[0][2]
+
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "cache", "cache_params")
+
+
+def refuse_cache(bound: dict[str, Any], hook: SiteHook) -> None:
+    """Raise `InjectionError` if a call fills a KV cache, which would keep the keys of what is dropped."""
+    for name in _CACHES:
+        if bound.get(name) is not None:
+            raise InjectionError(
+                f"{hook.where}: the layer fills a KV cache ({name}), which would hold keys of dropped layers or lack "
+                f"rows.\n  {_cache_settings(hook)} = False   or pass use_cache=False to the model"
+            )
+
+
+def _cache_settings(hook: SiteHook) -> str:
+    """Return the settings that turn on the cache, those of the configs around a layer."""
+    found: dict[int, str] = {}
+    root = None if hook.state.live.root is None else hook.state.live.root()
+    for layer in [] if root is None else named_layers(root):
+        config = getattr(layer.module, "config", None)
+        if f"{hook.site}.".startswith(f"{layer.name}." * bool(layer.name)) and getattr(config, "use_cache", False):
+            found.setdefault(id(config), ".".join(filter(None, ("model", layer.name, "config.use_cache"))))
+    return " = ".join(found.values()) or "model.config.use_cache"

@@ -1,0 +1,1 @@
+"""Helpers for trainings with injections: seeds of ranks, statistics of averages."""

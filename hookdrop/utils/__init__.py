@@ -1,1 +1,0 @@
-"""Helpers that do not depend on hooks or regularizers."""
