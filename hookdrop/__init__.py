@@ -10,7 +10,7 @@ from hookdrop.core import schedules as _schedules
 from hookdrop.core.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.core.handle import Injection, find
 from hookdrop.core.inject import inject, plan, without_hooks
-from hookdrop.core.parts import KINDS, PARTS, load
+from hookdrop.core.parts import KINDS, PARTS, Parts
 from hookdrop.core.plan import Plan
 from hookdrop.core.regularizer import Rate, Regularizer
 from hookdrop.core.schedules import *
@@ -33,12 +33,14 @@ __version__ = "0.3.0"
 
 # What is imported on first use, because it takes as long as the rest.
 _PACKAGES = ("functional", "integrations", "observe", "testing")
-_LATE = {
-    "Prediction": "hookdrop.measure.prediction:Prediction",
-    "layers": "hookdrop.survey.tree:layers",
-    "update_bn": "hookdrop.training.averages:update_bn",
-}
-KINDS.update(
+_LATE = Parts(
+    {
+        "Prediction": "hookdrop.measure.prediction:Prediction",
+        "layers": "hookdrop.survey.tree:layers",
+        "update_bn": "hookdrop.training.averages:update_bn",
+    }
+)
+KINDS.places.update(
     attribute="hookdrop.methods.dropout_sinks:DropoutSink",
     parameters="hookdrop.methods.parameter_hooks:ParameterHook",
     penalty="hookdrop.methods.penalties:PenaltyHook",
@@ -46,7 +48,7 @@ KINDS.update(
     scores="hookdrop.methods.score_hooks:ScoreHook",
     skip="hookdrop.methods.skip_hook:SkipHook",
 )
-PARTS.update(
+PARTS.places.update(
     inspect="hookdrop.guards.inspection:inspect_forward",
     penalty="hookdrop.methods.penalties:read_penalty",
     predict="hookdrop.measure.prediction:predict",
@@ -78,15 +80,15 @@ __all__ = [
     "seed_per_rank",
     "without_hooks",
 ]
-__all__ += [*_PACKAGES, *_LATE, *_regularizers.__all__, *_schedules.__all__]
+__all__ += [*_PACKAGES, *_LATE.places, *_regularizers.__all__, *_schedules.__all__]
 __all__.sort()
 
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"hookdrop.{name}")
-    if name in _LATE:
-        return load(_LATE[name])
+    if name in _LATE.places:
+        return _LATE[name]
     raise AttributeError(f"module 'hookdrop' has no attribute {name!r}")
 
 

@@ -5,8 +5,8 @@ Each is imported when it is first used, so that `import hookdrop` loads none of 
 
 from typing import TYPE_CHECKING, Any
 
-from hookdrop.core.parts import load
-from hookdrop.core.recipe import RECIPES, Recipe, RecipeSite
+from hookdrop.core.parts import RECIPES
+from hookdrop.core.recipe import Recipe, RecipeSite
 
 if TYPE_CHECKING:
     from hookdrop.methods.branches import layer_drop, residual_dropout, stochastic_depth
@@ -35,14 +35,13 @@ _FILES = {
     "model_dropout": ("set_dropout",),
     "tokens": ("drop_key", "head_dropout", "neftune", "patch_dropout"),
 }
-_PLACES = {name: f"hookdrop.methods.{file}:{name}" for file, names in _FILES.items() for name in names}
-RECIPES.update({name: _PLACES[name] for name in __all__ if name in _PLACES})
-RECIPE_NAMES = tuple(RECIPES)
+RECIPES.places.update({name: f"hookdrop.methods.{file}:{name}" for file, names in _FILES.items() for name in names})
+RECIPE_NAMES = tuple(sorted(RECIPES.places))
 
 
 def __getattr__(name: str) -> Any:
-    if name in RECIPES:
-        return load(RECIPES[name])
+    if name in RECIPES.places:
+        return RECIPES[name]
     raise AttributeError(f"module 'hookdrop.recipes' has no attribute {name!r}")
 
 

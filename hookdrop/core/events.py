@@ -17,8 +17,9 @@ placed: list[Callable[[Any, Any, Any], None]] = []
 rates_set: list[Callable[[Any], None]] = []
 """Called with the state after its step or a setting has changed."""
 
+MOVES = 10
 moved: list[Callable[[Any, Any, Any], None]] = []
-"""Called with (model, state, sinks) when the step of an injection has changed; the model may be None."""
+"""Called with (model, states, sinks) at every `MOVES`-th change of a step; the model may be None."""
 
 first_step: list[Callable[[Any, int, bool], None]] = []
 """Called with (state, steps, had_state) before the first step of a followed optimizer is counted: the step count in the

@@ -12,17 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookdrop.core import compiling, events, rates, state_dict
+from hookdrop.core.arguments import CopyDevice, count, named_arguments, number
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.follow import Follower, innermost
-from hookdrop.core.parts import part
+from hookdrop.core.parts import PARTS
 from hookdrop.core.registry import remove_sinks, sinks_of
 from hookdrop.core.schedules import Schedule
-from hookdrop.core.settings import named_arguments
 from hookdrop.core.sink import RateSink
 from hookdrop.core.spec import InjectionSpec, spec_of
 from hookdrop.core.state import InjectionState
 from hookdrop.core.tables import counted, html_table, text_table
-from hookdrop.core.validation import CopyDevice, count, number
 
 # Imported on first use, because most trainings neither measure nor predict.
 if TYPE_CHECKING:
@@ -167,12 +166,12 @@ class Injection:
     @property
     def schedule(self) -> Schedule:
         """The schedule of the rate; `ConstantSchedule()` if none was given. An `InjectionError` if it differs."""
-        return self._common("schedule", {state.name: state.schedule for state in self._states})  # type: ignore[no-any-return]
+        return self._common("schedule", {state.name: state.schedule for state in self._states})
 
     @property
     def step_count(self) -> int:
         """Number of optimizer steps taken. An `InjectionError` if the injections are at different steps."""
-        return self._common("step_count", {state.name: state.step_count for state in self._states})  # type: ignore[no-any-return]
+        return self._common("step_count", {state.name: state.step_count for state in self._states})
 
     @property
     def spec(self) -> InjectionSpec:
@@ -302,8 +301,9 @@ class Injection:
 
     def _move(self, step_of: Callable[[InjectionState], int]) -> None:
         for state in rates.seek(self._states, step_of):
-            for watch in events.moved:
-                watch(self._model, state, self._placed)
+            if state.live.moves % events.MOVES == 0:
+                own = self._only([state])
+                events.announce(events.moved, self._model(), own._states, own._sinks)
 
     # --- disabling and sampling
 
@@ -409,8 +409,8 @@ class Injection:
         Reference: Gal & Ghahramani 2016, "Dropout as a Bayesian approximation", arXiv:1506.02142; Houlsby et al. 2011,
         "Bayesian active learning for classification and preference learning", arXiv:1112.5745 (mutual information).
         """
-        sinks, predict = self._require_sinks("predict()"), part("predict")
-        return predict(self._require_model(), sinks, self.sampling(p), data, samples, activation, output, call)  # type: ignore[no-any-return]
+        sinks, predict = self._require_sinks("predict()"), PARTS["predict"]
+        return predict(self._require_model(), sinks, self.sampling(p), data, samples, activation, output, call)
 
     def samples(self, batch: Any, n: int = 30, *, p: float | None = None, call: Any = None) -> Iterator[Any]:
         """Sample as `predict` does, and yield what the model returns: detections, tokens, dicts.
@@ -424,7 +424,7 @@ class Injection:
             call: what to call in place of the model, such as `model.generate`.
         """
         self._require_sinks("samples()")
-        return part("samples")(self._require_model(), partial(self.sampling, p), batch, n, call)  # type: ignore[no-any-return]
+        return PARTS["samples"](self._require_model(), partial(self.sampling, p), batch, n, call)
 
     # --- the loss
 
@@ -446,7 +446,7 @@ class Injection:
         """
         compiling.raise_if_tracing("penalty()")  # first, because the compiler cannot trace the properties below
         self._check_not_removed("penalty()")
-        return part("penalty")(self._states, self.name, self._require_model)  # type: ignore[no-any-return]
+        return PARTS["penalty"](self._states, self.name, self._require_model)
 
     # --- inspecting
 
@@ -463,9 +463,9 @@ class Injection:
             and input, and the calls; and whether eval output is bit-identical with and without hooks. `print` shows a
             table.
         """
-        sinks, probe = self._require_sinks("probe()"), part("probe")
+        sinks, probe = self._require_sinks("probe()"), PARTS["probe"]
         with rates.overriding(self._states, step=None if step is None else count(step, "step", "probe", 0)):
-            return probe(self._require_model(), sinks, x, forwards)  # type: ignore[no-any-return]
+            return probe(self._require_model(), sinks, x, forwards)
 
     def recording(self, last: int = 1, to: CopyDevice = None) -> AbstractContextManager[Recording]:
         """Record the calls inside the `with` block: `r["layer4.0"].before`, `.mask`, `.after`, and their plots.
@@ -488,7 +488,7 @@ class Injection:
             >>> r.totals.calls
             1
         """
-        return part("recording")(self._require_sinks("recording()"), last, to)  # type: ignore[no-any-return]
+        return PARTS["recording"](self._require_sinks("recording()"), last, to)
 
     def check(self) -> list[str]:
         """List current problems: lost sites, layers that never ran or ran only in eval mode, a stalled schedule."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.core import compiling, tensor_tree
-from hookdrop.core.call_context import MASK, SAMPLES, CallValue, place_around
 from hookdrop.core.checkpointing import (
     collects_statistics,
     is_inside_autograd_function,
@@ -25,9 +25,9 @@ from hookdrop.core.checkpointing import (
     rng_fingerprint,
 )
 from hookdrop.core.errors import InjectionError, ShapeError
-from hookdrop.core.placed import PlacedSite
+from hookdrop.core.needs import MASK, SAMPLES, CallValue, SampleRows, place_around
 from hookdrop.core.regularizer import NO_RATE, REGULARIZERS, CurrentRate, P, Rate, Regularizer, at_rate, rate_of
-from hookdrop.core.samples import SampleRows
+from hookdrop.core.sink import PlacedSite
 from hookdrop.core.state import InjectionState
 from hookdrop.core.torch_internals import graph_task, is_tracing
 
@@ -84,12 +84,10 @@ class SiteHook(PlacedSite):
     def of(cls, site: Any, plan: Any, state: InjectionState) -> Self:
         # `plan` checked that the regularizer can be pickled, and a deep copy takes ten times as long.
         regularizer = pickle.loads(pickle.dumps(site.regularizer))
-        return cls(site.name, regularizer, site.p_scale, plan.spec.tensor, state, *cls.settings_of(site))
+        return cls(site.name, regularizer, site.p_scale, plan.spec.tensor, state, cls.setting_of(site))
 
-    @staticmethod
-    def settings_of(site: Any) -> tuple[Any, ...]:
-        """The last arguments of `__init__`."""
-        return (site.at,)
+    setting_of: ClassVar[Any] = staticmethod(attrgetter("at"))
+    """Returns the last argument of `__init__` for a planned site."""
 
     def _start(self) -> None:
         """Initialize the attributes that copies do not inherit."""

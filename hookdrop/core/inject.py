@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from hookdrop.core import compiling, events
+from hookdrop.core.arguments import named_arguments
 from hookdrop.core.errors import InjectionError, nothing_placed, warn
 from hookdrop.core.handle import Injection, find
-from hookdrop.core.parts import kind
+from hookdrop.core.parts import KINDS
 from hookdrop.core.plan import Plan, make_plan
 from hookdrop.core.recipe import Recipe
-from hookdrop.core.registry import hidden_modules, hooks_removed, sinks_of
+from hookdrop.core.registry import hidden_modules, hooks_removed, shared_finders, sinks_of
 from hookdrop.core.regularizer import Regularizer
 from hookdrop.core.schedules import ConstantSchedule, Schedule
-from hookdrop.core.select import Entries
-from hookdrop.core.settings import named_arguments
+from hookdrop.core.selection import Entries
 from hookdrop.core.sink import RateSink
 from hookdrop.core.spec import InjectionSpec, PScale, Regularizers, check_recipe_arguments
 from hookdrop.core.state import InjectionState
@@ -169,7 +169,8 @@ def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
 
 def place(planned: Plan) -> Injection:
     """Place all sites, or none after an error, such as an `InjectionError` if a site or the name is taken."""
-    conflicts, others = _replaced(planned)
+    kinds = [KINDS[site.kind] for site in planned.sites]
+    conflicts, others = _replaced(planned, kinds)
     # All warnings come first: where a warning is an error, nothing has changed yet.
     for text in planned.warnings:
         warn(text)
@@ -181,8 +182,8 @@ def place(planned: Plan) -> Injection:
     state.live.root = weakref.ref(planned.root)
     sinks: list[RateSink] = []
     try:
-        for site in planned.sites:
-            sinks.append(kind(site.kind).of(site, planned, state))
+        for site, kind in zip(planned.sites, kinds, strict=True):
+            sinks.append(kind.of(site, planned, state))
         for sink, site in zip(sinks, planned.sites, strict=True):
             sink.place(site.module)
     except BaseException:
@@ -193,11 +194,12 @@ def place(planned: Plan) -> Injection:
         for sink in sinks:
             sink.take_over(conflicts)
         Injection(planned.model, replaced)._detach()
-    events.announce(events.placed, planned, state, sinks)
+    for begin in events.placed:
+        begin(planned, state, sinks)
     return Injection(planned.model, sinks)
 
 
-def _replaced(planned: Plan) -> tuple[list[RateSink], list[RateSink]]:
+def _replaced(planned: Plan, kinds: Sequence[type[RateSink]]) -> tuple[list[RateSink], list[RateSink]]:
     """Return the sinks that this injection replaces, at its sites and elsewhere in the model.
 
     Raises:
@@ -206,11 +208,13 @@ def _replaced(planned: Plan) -> tuple[list[RateSink], list[RateSink]]:
     for site in planned.sites:
         if site.module in hidden_modules:
             raise InjectionError(f"inside without_hooks: {site.name!r} may have temporarily removed hooks.")
-    present, kinds = list(sinks_of(planned.model)), {site.kind for site in planned.sites}
-    everything = dict.fromkeys([*present, *(one for name in kinds for one in kind(name).elsewhere())])
+    present = list(sinks_of(planned.model))
+    everything = dict.fromkeys(present)
+    for find_all in shared_finders:
+        everything |= dict.fromkeys(find_all())
     if not everything:
         return [], []
-    wanted = {kind(site.kind).place_of(site.module, site) for site in planned.sites}
+    wanted = {kind.place_of(site.module, site) for site, kind in zip(planned.sites, kinds, strict=True)}
     conflicts = [sink for module, sink in everything if sink.place_of(module, sink) in wanted]
     if conflicts and planned.spec.on_existing == "error":
         carry = f"{counted(len(conflicts), 'site')} already carr{'ies' if len(conflicts) == 1 else 'y'}"
@@ -229,9 +233,9 @@ def _replaced(planned: Plan) -> tuple[list[RateSink], list[RateSink]]:
             f"this model already has an injection named {planned.name!r}.\n"
             f"  choose another name: inject(..., name={_free_name(planned)!r})"
         )
-    for name in kinds:
-        own = {site.module for site in planned.sites if site.kind == name}
-        kind(name).refuse_beside([sink for module, sink in everything if module in own])
+    for kind in {*kinds}:
+        own = {site.module for site, its in zip(planned.sites, kinds, strict=True) if its is kind}
+        kind.refuse_beside([sink for module, sink in everything if module in own])
     return [], []
 
 

@@ -12,13 +12,14 @@ from torch import nn
 
 from hookdrop.core import events
 from hookdrop.core.adapters import check_picklable
+from hookdrop.core.arguments import number
 from hookdrop.core.errors import InjectionError, LayerError, StateError
-from hookdrop.core.parts import kind, part
+from hookdrop.core.parts import KINDS, PARTS
 from hookdrop.core.recipe import Recipe, RecipeSite
 from hookdrop.core.registry import hooks_removed
 from hookdrop.core.regularizer import P, Regularizer, rate_of
 from hookdrop.core.schedules import Schedule, in_steps
-from hookdrop.core.select import (
+from hookdrop.core.selection import (
     Entry,
     Layer,
     entry_text,
@@ -32,7 +33,6 @@ from hookdrop.core.select import (
 from hookdrop.core.spec import InjectionSpec, PScale
 from hookdrop.core.tables import counted, html_table, shape_text, some, text_table
 from hookdrop.core.tensor_tree import TensorKey
-from hookdrop.core.validation import number
 
 _WHERE = {"input": ", at the input", "parameters": ", at the parameters"}
 HEADER = ("site", "type", "shape", "read as", "calls", "runs", "p", "regularizer")
@@ -69,15 +69,16 @@ class PlannedSite:
     highest: float = 0.0
     """The largest drop probability that the schedule reaches; 0 if the rate is another number."""
 
-    def __post_init__(self) -> None:
-        if self.regularizer is not None:
-            self.target = rate_of(self.regularizer)
+    kind: str = field(init=False)
+    """What drives it, a key of `hookdrop.core.parts.KINDS`."""
 
-    @property
-    def kind(self) -> str:
-        """What drives it: a key of `hookdrop.core.parts.KINDS`."""
-        usual = self.regularizer is None or self.at not in ("output", "input")
-        return self.at if usual else cast(Any, self.regularizer).kind or self.at
+    def __post_init__(self) -> None:
+        self.kind, regularizer = self.at, self.regularizer
+        if regularizer is not None:
+            self.target = rate_of(regularizer)
+            if self.at in ("output", "input"):
+                skips = "rows" in regularizer.needs or "layer_input" in regularizer.needs
+                self.kind = regularizer.kind or ("rows" if skips else self.at)
 
     @property
     def p(self) -> float | None:
@@ -164,7 +165,7 @@ def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = N
     if not given and not isinstance(spec.source, Recipe):
         unmatched = _select_layers(plan, None)
     else:
-        lazy = part("survey")(model, example_input)
+        lazy = PARTS["survey"](model, example_input)
         with hooks_removed(model):  # an injection is no part of the model that a survey runs
             is_recipe = isinstance(spec.source, Recipe)
             unmatched = _run_recipe(plan, spec.source, lazy, given) if is_recipe else _select_layers(plan, lazy)
@@ -176,9 +177,10 @@ def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = N
     for site in changed or plan.sites:
         _check_rate(site, schedule)
     hooked = [site.regularizer.title.lower() for site in plan.sites if site.regularizer is not None]
-    events.announce(events.planned, plan)
+    for warn_about in events.planned:
+        warn_about(plan)
     if given and not any(site.attribute for site in plan.sites):
-        part("inspect")(plan, example_input)
+        PARTS["inspect"](plan, example_input)
     plan.name = spec.name or plan.name or "_".join(dict.fromkeys(hooked))
     return plan
 
@@ -205,28 +207,29 @@ def _select_layers(plan: Plan, survey: Any) -> list[Entry]:
             )
         chosen = regularizers[indices[0] if len(regularizers) > 1 else 0]
         plan.sites.append(_site(plan.root, layer, chosen, plan.spec.at, plan.spec.tensor, survey))
-    for name in {site.kind for site in plan.sites}:
-        own = {site.name: site.module for site in plan.sites if site.kind == name}
-        plan.warnings += kind(name).site_warnings(plan.root, own, plan.spec.tensor)
     if plan.spec.p_scale is not None:
         _scale(plan.sites, rate_factors(selected, plan.spec.p_scale))
     return selection.unmatched_excludes
 
 
 def _site(
-    root: nn.Module, layer: Layer, regularizer: Regularizer, at: str, tensor: TensorKey, survey: Any
+    root: nn.Module, layer: Layer, regularizer: Regularizer, at: str, tensor: TensorKey, survey: Any, chosen: str = ""
 ) -> PlannedSite:
-    """Return the site of one layer. Some regularizers have only one place, and read settings from the model."""
+    """Return the site of one layer. Some regularizers have only one place, and read settings from the model.
+
+    A recipe may have `chosen` another place, such as the skip around a branch.
+    """
     place = regularizer.only_at or at
     if at == "input" != place:
         raise InjectionError(
             f"inject: {regularizer.title} acts on the {place} of a layer, got at='input'.\n"
             f"  remove at={', and hook the layer before' * (place == 'output')}"
         )
-    sink = kind("parameters" if at == "parameters" else place)
+    sink = KINDS["parameters" if at == "parameters" else place]
     reading = sink.check_site(regularizer, layer.module, tensor, layer.name)
     regularizer = regularizer.for_layer(root, layer.name, place, survey)
-    site = PlannedSite(layer.name, type(layer.module).__name__, layer.module, regularizer, place, reading=reading)
+    kind, at = type(layer.module).__name__, chosen or place
+    site = PlannedSite(layer.name, kind, layer.module, regularizer, at, reading=reading)
     if survey is not None and "rows" in regularizer.needs:
         site.runs = cast(Any, regularizer).runs_on(survey, layer.name, tensor)
     return site
@@ -270,7 +273,7 @@ def _run_recipe(plan: Plan, recipe: Recipe, lazy: Any, given: bool) -> list[Entr
     _scale(plan.sites, [site.factor * factors.get(group, 1.0) for site, group in chosen])
     plan.warnings += recipe.warnings(root, lazy, [site for site, _ in found])
     if recipe.takes_all and lazy.found is not None and len(found) > 1:
-        plan.warnings += part("siblings")(lazy.found.trace, [site.name for site, _ in found], plan.warnings)
+        plan.warnings += PARTS["siblings"](lazy.found.trace, [site.name for site, _ in found], plan.warnings)
     plan.name, plan.counts, plan.survey = name, {name: len(plan.sites)}, lazy.found
     plan.recipe = {
         "regularizer": recipe,
@@ -285,8 +288,8 @@ def _recipe_site(root: nn.Module, layer: Layer, site: RecipeSite, survey: Any) -
     if site.regularizer is None:
         planned = PlannedSite(layer.name, type(layer.module).__name__, layer.module, None, "attribute", target=site.p)
     else:
-        planned = _site(root, layer, site.regularizer, "input" if site.at == "skip" else "output", None, survey)
-        planned.at = site.at or planned.at
+        usual = "input" if site.at == "skip" else "output"
+        planned = _site(root, layer, site.regularizer, usual, None, survey, site.at)
     planned.name, planned.branch = site.label or planned.name, site.branch
     planned.attribute, planned.constant = site.attribute, site.constant
     return planned

@@ -9,11 +9,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from hookdrop.core.arguments import NamedArguments
 from hookdrop.core.regularizer import Regularizer
-from hookdrop.core.settings import NamedArguments
-
-RECIPES: dict[str, str] = {}
-"""Where to import each recipe of hookdrop, by name. `hookdrop.recipes` fills it."""
 
 
 @dataclass(frozen=True)

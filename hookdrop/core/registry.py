@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from hookdrop.core.hook import SiteHook
-from hookdrop.core.names import check_model
-from hookdrop.core.placed import CompanionHook, PlacedHook
-from hookdrop.core.sink import RateSink
+from hookdrop.core.selection import check_model
+from hookdrop.core.sink import CompanionHook, PlacedHook, RateSink
 from hookdrop.core.torch_internals import HOOK_TABLES
 
 hidden_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -37,6 +36,10 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
 
 finders: list[Finder] = [hooks_of]
 """Each yields one kind of sinks of a model with their modules, in `named_modules()` order."""
+
+
+shared_finders: list[Callable[[], Iterable[tuple[nn.Module, RateSink]]]] = []
+"""Each yields sinks of all models, which may change something that other models share."""
 
 
 def sinks_of(model: nn.Module) -> Iterator[tuple[nn.Module, RateSink]]:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from hookdrop.core.arguments import NamedArguments, as_rate_tensor, floating, init_parameters, rate, settings_text
 from hookdrop.core.errors import InjectionError, ShapeError
-from hookdrop.core.samples import SamplePlace
-from hookdrop.core.settings import NamedArguments, init_parameters, settings_text
+from hookdrop.core.needs import SamplePlace
 from hookdrop.core.torch_internals import without_dispatch_modes
-from hookdrop.core.validation import as_rate_tensor, floating, rate
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,8 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     in_backward: ClassVar[bool] = False  #: Whether it leaves the forward output unchanged, and only affects gradients.
     mixes_samples: ClassVar[bool] = False  #: Whether it changes nothing in a batch of one sample.
     axes: str = "..."  #: The axes of its tensors, such as `"N C H W"`. `"..."` stands for any number of axes.
+    kind: ClassVar[str] = ""
+    """The kind of its sites, a key of `hookdrop.core.parts.KINDS`; empty for the usual one."""
     keeps_shape: bool = True  #: Whether the result has the shape of the input.
 
     regularize: Callable[..., Tensor] = _regularize
@@ -130,11 +131,6 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
         if not self.training or (declared is not None and rate == declared.neutral):
             return x
         return self.regularize(x, as_rate_tensor(rate) if rate is not None and is_compiling() else rate, **context)
-
-    @property
-    def kind(self) -> str:
-        """The kind of its sites, a key of `hookdrop.core.parts.KINDS`; empty for the one of the place where it acts."""
-        return "" if {"rows", "layer_input"}.isdisjoint(self.needs) else "rows"
 
     @property
     def graph_break(self) -> str:

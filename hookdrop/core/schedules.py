@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from hookdrop.core.arguments import NamedArguments, count, one_of, positive, rate, settings_text
 from hookdrop.core.errors import InjectionError
-from hookdrop.core.settings import NamedArguments, settings_text
-from hookdrop.core.validation import count, one_of, positive, rate
 
 
 class Schedule(metaclass=NamedArguments):

@@ -1,12 +1,22 @@
-"""What an injection drives: anything with a rate, such as a hook or a rate of the dropout that a model already has."""
+"""What an injection drives: anything with a rate, such as a hook or a rate of the dropout that a model already has.
+
+Copies and pickles of a model include its hooks, except that a pickle of a portable injection has entries in their place
+that do nothing and need only PyTorch and the standard library to load.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from hookdrop.core.regularizer import CurrentRate, Rate
+from hookdrop.core.regularizer import CurrentRate, Rate, Regularizer
+from hookdrop.core.torch_internals import HOOK_TABLES
 
 
 class RateSink:
@@ -32,19 +42,9 @@ class RateSink:
         return ""
 
     @staticmethod
-    def site_warnings(root: nn.Module, sites: Any, tensor: Any) -> list[str]:
-        """Return what the plan should warn about."""
-        return []
-
-    @staticmethod
     def place_of(module: nn.Module | None, what: Any) -> Any:
         """Identify what a sink or a planned site changes."""
         return id(module), what.at
-
-    @classmethod
-    def elsewhere(cls) -> list[tuple[nn.Module, RateSink]]:
-        """Return sinks outside of the model that may change the same."""
-        return []
 
     @classmethod
     def refuse_beside(cls, present: list[RateSink]) -> None:
@@ -95,3 +95,94 @@ class RateSink:
     def describe(self, rate: float | None = None) -> str:
         """Return the regularizer as text, at the given rate or at its target."""
         raise NotImplementedError
+
+
+# --- hooks
+
+
+class PlacedHook:
+    """A hook that is copied and pickled with its module. It holds its own handle, and no module or model."""
+
+    handle: RemovableHandle | None = None
+
+    @property
+    def owner(self) -> Any:
+        """The `SiteHook` that this hook belongs to: itself, unless it is a companion."""
+        return self
+
+    def remove(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = None
+
+    @property
+    def placed(self) -> bool:
+        """Whether the site hook was placed and not removed."""
+        return self.owner.handle is not None
+
+    def was_placed_on(self, module: nn.Module) -> bool:
+        """Whether the hook was placed on this module itself, and not registered there again by another library."""
+        table = None if self.handle is None else self.handle.hooks_dict_ref()
+        return any(getattr(module, name) is table for name, _ in HOOK_TABLES)
+
+    def settle(self, module: nn.Module) -> None:
+        """Undo what an interrupted call (KeyboardInterrupt) has left on the module: PyTorch then runs no more hooks."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A process that is started with the model gets the hooks: it trains, and its hookdrop is the same.
+        if not self.owner.state.portable or get_spawning_popen() is not None:
+            return super().__reduce_ex__(protocol)
+        # As a hook, this method ignores its arguments and returns None. Its object holds the handle, because loading a
+        # handle reserves its id: a later pre-hook of the same id would be called with this entry's flags.
+        return nullcontext(self.handle).__exit__.__reduce__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the hook completely, also one that pickles leave out."""
+        twin = memo[id(self)] = object.__new__(type(self))
+        state: Any = copy.deepcopy(self.__getstate__(), memo)
+        getattr(twin, "__setstate__", twin.__dict__.update)(state)
+        return twin
+
+
+class CompanionHook(PlacedHook):
+    """A further hook of a site, on another module or at another point of the call."""
+
+    owner: Any = None
+
+    def __init__(self, owner: Any, function: Callable[..., Any], *settings: Any) -> None:
+        self.owner, self.function, self.settings = owner, function, settings
+
+    def __call__(self, *call: Any) -> Any:
+        return self.function(self.owner, *self.settings, *call)
+
+    @property
+    def is_attached(self) -> bool:
+        table = None if self.handle is None else self.handle.hooks_dict_ref()
+        return table is not None and self.handle is not None and self.handle.id in table
+
+
+class PlacedSite(PlacedHook, RateSink):
+    """The hook of a site, with further hooks on other modules."""
+
+    regularizer: Regularizer
+    collected: dict[str, Any]
+    """What the regularizer needs from modules around the layer."""
+    companions: list[CompanionHook]
+
+    @property
+    def where(self) -> str:
+        """The regularizer and the site, for messages."""
+        place = repr(self.site) if self.site else "the model itself"
+        return f"{self.regularizer.title} at {place}{'' if self.at == 'output' else f' ({self.at})'}"
+
+    def accompany(self, register: Callable[..., Any], function: Any, *settings: Any, **flags: bool) -> CompanionHook:
+        """Register a companion that calls `function(self, *settings, ...)`."""
+        companion = CompanionHook(self, function, *settings)
+        companion.handle = register(companion, **flags)
+        self.companions.append(companion)
+        return companion
+
+    def remove(self) -> None:
+        super().remove()
+        for companion in self.companions:
+            companion.remove()

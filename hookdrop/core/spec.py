@@ -14,18 +14,17 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from hookdrop.core.adapters import as_regularizer
+from hookdrop.core.arguments import NamedArguments, one_of, unknown_argument
 from hookdrop.core.errors import InjectionError, LayerError, StateError
 from hookdrop.core.hook import SiteHook
 from hookdrop.core.recipe import Recipe
 from hookdrop.core.regularizer import Regularizer, at_rate
 from hookdrop.core.schedules import ConstantSchedule, Schedule
-from hookdrop.core.select import Entries, as_entries
-from hookdrop.core.settings import NamedArguments, unknown_argument
+from hookdrop.core.selection import Entries, as_entries
 from hookdrop.core.sink import RateSink
 from hookdrop.core.state import InjectionState
 from hookdrop.core.tensor_tree import TensorKey
 from hookdrop.core.text import Allowed, read, text_of
-from hookdrop.core.validation import one_of
 
 Source: TypeAlias = Regularizer | nn.Module | Callable[[Tensor], Tensor] | str
 Regularizers: TypeAlias = Source | Mapping[Any, Source] | Recipe

@@ -13,19 +13,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from hookdrop.core.adapters import ForeignFunction, ForeignModule
+from hookdrop.core.arguments import not_stored, settings_text, signature_line
 from hookdrop.core.errors import StateError, nearest
-from hookdrop.core.parts import load
-from hookdrop.core.recipe import RECIPES, Recipe
+from hookdrop.core.parts import RECIPES
+from hookdrop.core.recipe import Recipe
 from hookdrop.core.regularizer import REGULARIZERS, Regularizer
 from hookdrop.core.schedules import SCHEDULES, Schedule
-from hookdrop.core.settings import not_stored, settings_text, signature_line
 
 Allowed: TypeAlias = Sequence[Callable[..., Any]]
 
 
 def known_names() -> tuple[str, ...]:
     """Return all names that `parse` knows. A recipe is imported when it is first used."""
-    return (*REGULARIZERS, *RECIPES, *SCHEDULES)
+    return (*REGULARIZERS, *sorted(RECIPES.places), *SCHEDULES)
 
 
 def parse(text: str) -> Any:
@@ -157,7 +157,7 @@ def _value(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
 
 
 def _named(name: str) -> Callable[..., Any]:
-    found: Any = REGULARIZERS.get(name) or SCHEDULES.get(name) or load(RECIPES[name])
+    found: Any = REGULARIZERS.get(name) or SCHEDULES.get(name) or RECIPES[name]
     return found  # type: ignore[no-any-return]
 
 

@@ -10,7 +10,7 @@ from hookdrop.core.errors import LayerError, ShapeError
 from hookdrop.core.plan import Plan, PlannedSite
 from hookdrop.core.registry import hooks_removed
 from hookdrop.core.regularizer import at_rate
-from hookdrop.core.select import no_hooks, overrides_call
+from hookdrop.core.selection import no_hooks, overrides_call
 from hookdrop.core.tables import counted
 from hookdrop.guards.plan import plan_warnings
 from hookdrop.survey.facts import Survey, survey

@@ -57,8 +57,9 @@ class Planned:
     def nested(self) -> dict[str, Any]:
         """The name of a site starts with that of another; the longest chain gives the effective rate."""
         # The submodules of a block are not part of its skip, and the scores of attention belong to one module each.
-        sites = self.sites if len(self.sites) > 1 else ()
-        by_name = {site.name: site for site in sites if site.at not in ("skip", "scores")}
+        if len(self.sites) == 1:
+            return {}
+        by_name = {site.name: site for site in self.sites if site.at not in ("skip", "scores")}
         chains = []
         for name, site in by_name.items():
             parents = ["", *(name[:i] for i, character in enumerate(name) if character == ".")] if name else []
@@ -125,4 +126,13 @@ def _first(found: list[tuple[Any, dict[str, Any]]]) -> dict[str, Any]:
     )
 
 
-events.planned.append(lambda plan: plan.add(plan_warnings(plan)))
+def _warn(plan: Any) -> None:
+    parameters = {site.name: site.module for site in plan.sites if site.at == "parameters"}
+    if parameters:
+        from hookdrop.methods.parameter_hooks import tied_elsewhere  # only parameters need it
+
+        plan.warnings += tied_elsewhere(plan.root, parameters, plan.spec.tensor)
+    plan.add(plan_warnings(plan))
+
+
+events.planned.append(_warn)

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from hookdrop.core import events
-from hookdrop.core.call_context import partial_calls
 from hookdrop.core.errors import ShapeError
 from hookdrop.core.hook import SiteHook, first_listeners
-from hookdrop.core.names import module_at
+from hookdrop.core.needs import partial_calls
 from hookdrop.core.registry import hooks_of
 from hookdrop.core.regularizer import Regularizer
-from hookdrop.core.select import layers_by_name
+from hookdrop.core.selection import layers_by_name, module_at
 from hookdrop.core.state import InjectionState
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import container_of
@@ -29,7 +28,6 @@ from hookdrop.training.seeding import announce, find_rank_with_same_seed
 
 CHANGES = ("lost", "copied", "moved", "full_backward_hook")
 USE = ("untrained", "silent", "always_in_eval", "equal_masks", "rows")
-STEPS_BEFORE_WARNING = 10  # schedule steps after which every site should have run
 
 
 def find_problems(
@@ -129,7 +127,7 @@ class Comparison:
         """Whether the training has certainly started."""
         live = self.state.live
         updated = live.update_counter is not None and live.update_counter.was_updated()
-        return any(hook.trained for hook in self.intact) or updated or live.moves >= STEPS_BEFORE_WARNING
+        return any(hook.trained for hook in self.intact) or updated or live.moves >= events.MOVES
 
     @property
     def silent(self) -> list[str]:

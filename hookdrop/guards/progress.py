@@ -6,7 +6,7 @@ without weights. Updates by other optimizers are detected in forward passes. The
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from hookdrop.core.sink import RateSink
 from hookdrop.core.state import InjectionState, States
 from hookdrop.core.torch_internals import children_of
 from hookdrop.guards.messages import find, warn_each
-from hookdrop.guards.problems import CHANGES, STEPS_BEFORE_WARNING, Comparison, find_problems
+from hookdrop.guards.problems import CHANGES, Comparison, find_problems
 from hookdrop.guards.updates import UPDATES_BEFORE_WARNING, UpdateCounter
 
 PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "too_slow", "ended_early", "restarted")
@@ -147,8 +147,9 @@ def begin(plan: Any, state: InjectionState, sinks: Sequence[RateSink]) -> None:
     """Watch a model from its injection on."""
     # The first forward must not repeat the warnings of the plan.
     state.warned_kinds |= plan.by_kind.keys()
-    state.live.planned = {kind: text for kind, text in plan.by_kind.items() if kind in ("erased", "on_output")}
-    if state.scheduled or any(isinstance(sink, SiteHook) for sink in sinks):
+    if plan.by_kind:
+        state.live.planned = {kind: text for kind, text in plan.by_kind.items() if kind in ("erased", "on_output")}
+    if isinstance(sinks[0], SiteHook) or state.scheduled:
         watch(plan.root, state)
 
 
@@ -162,20 +163,15 @@ def check(model: nn.Module, state: InjectionState, sinks: Sequence[RateSink], re
 
 
 def _warn(model: nn.Module | None, states: Sequence[InjectionState], sinks: Sequence[RateSink]) -> None:
-    """Warn about the problems of injections that are being removed."""
+    """Warn about the problems of injections."""
     for state in states if model is not None else ():
         assert model is not None
         warn_each(state, check(model, state, [sink for sink in sinks if sink.state is state], requested=False))
 
 
-def _after_move(model: Callable[[], nn.Module | None], state: InjectionState, sinks: Sequence[RateSink]) -> None:
-    if state.live.moves % STEPS_BEFORE_WARNING == 0:
-        _warn(model(), [state], [sink for sink in sinks if sink.placed or state.removed])
-
-
 events.placed.append(begin)
 events.checks.append(check)
-events.moved.append(_after_move)
+events.moved.append(_warn)
 events.removing.append(_warn)
 events.removed.append(unwatch)
 

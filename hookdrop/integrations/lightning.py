@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hookdrop.core.errors import InjectionError
-from hookdrop.core.select import select
+from hookdrop.core.selection import select
 from hookdrop.core.spec import InjectionSpec
 from hookdrop.extras import needs
 from hookdrop.integrations.placement import Placement

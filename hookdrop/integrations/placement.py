@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hookdrop.core.arguments import named_arguments
 from hookdrop.core.handle import Injection, find
 from hookdrop.core.inject import inject
-from hookdrop.core.settings import named_arguments
 from hookdrop.core.spec import InjectionSpec
 from hookdrop.core.tables import counted
 from hookdrop.training.seeding import seed_per_rank

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookdrop.core.arguments import as_rate_tensor, rate
 from hookdrop.core.torch_internals import vmap_randomness
-from hookdrop.core.validation import as_rate_tensor, rate
 from hookdrop.kernels import drawing, triton_dropblock
 from hookdrop.kernels.blocks import Blocks, gamma_for
 from hookdrop.kernels.masking import apply_mask_no_grad

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookdrop.core import torch_internals as internals
-from hookdrop.core.validation import as_rate_tensor
+from hookdrop.core.arguments import as_rate_tensor
 from hookdrop.kernels import native, triton_dropblock
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import keep_scale, scaled

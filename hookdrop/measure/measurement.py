@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookdrop.core.arguments import count
 from hookdrop.core.checkpointing import CheckpointedCalls
 from hookdrop.core.compiling import GraphBreak
 from hookdrop.core.hook import SiteHook, note_call, regularized
-from hookdrop.core.names import unwrapped
 from hookdrop.core.registry import hooks_of, hooks_removed
 from hookdrop.core.regularizer import CurrentRate, drops_elements
+from hookdrop.core.selection import unwrapped
 from hookdrop.core.sink import RateSink
 from hookdrop.core.tables import some, text_table
 from hookdrop.core.tensor_tree import tensors
-from hookdrop.core.validation import count
 from hookdrop.guards.problems import check_first_shape
 from hookdrop.measure.observing import Record, dropped_elements, require_values
 from hookdrop.methods.dropout_sinks import DropoutSink

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.special import entr
 
+from hookdrop.core.arguments import count, one_of
 from hookdrop.core.errors import InjectionError, ShapeError, warn
 from hookdrop.core.hook import SiteHook
-from hookdrop.core.names import unwrapped
 from hookdrop.core.registry import hooks_of
 from hookdrop.core.regularizer import rows_alone
+from hookdrop.core.selection import unwrapped
 from hookdrop.core.sink import RateSink
 from hookdrop.core.tensor_tree import describe, map_leaves
-from hookdrop.core.validation import count, one_of
 
 # --- statistics
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hookdrop.core.arguments import CopyDevice, count
 from hookdrop.core.errors import NotRecordedError, did_you_mean
-from hookdrop.core.names import glob_expression
+from hookdrop.core.selection import glob_expression
 from hookdrop.core.sink import RateSink
 from hookdrop.core.tables import shape_text, some, text_table
 from hookdrop.core.tensor_tree import detached_copy
 from hookdrop.core.torch_internals import graph_task
-from hookdrop.core.validation import CopyDevice, count
 from hookdrop.measure.figures import Rows, blocks_figure
 from hookdrop.measure.measurement import Measurement, measured_into, why_idle
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hookdrop.core.arguments import one_of
 from hookdrop.core.errors import InjectionError, LayerError
 from hookdrop.core.recipe import Recipe, RecipeSite
 from hookdrop.core.tables import some
-from hookdrop.core.validation import one_of
 from hookdrop.regularizers import DropBlock
 from hookdrop.survey.convs import ConvBlock, conv_nets, map_convs, pyramid_levels
 from hookdrop.survey.facts import Survey, survey

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookdrop.core import events
 from hookdrop.core.errors import warn
-from hookdrop.core.registry import finders
+from hookdrop.core.registry import finders, shared_finders
 from hookdrop.core.regularizer import NO_RATE, CurrentRate, P
 from hookdrop.core.sink import RateSink
 from hookdrop.core.state import InjectionState
@@ -68,11 +68,6 @@ class DropoutSink(RateSink):
         # Layers that share an object with a rate share this place.
         owner, name = attribute_of(module, what.attribute)
         return id(owner), what.at, name, what.constant
-
-    @classmethod
-    def elsewhere(cls) -> list[tuple[nn.Module, RateSink]]:
-        # A rate may belong to an object that layers outside of the model share.
-        return [(module, sink) for module, sinks in _dropout_sinks.items() for sink in sinks]
 
     def __init__(
         self, site: str, module: nn.Module, attribute: str, constant: float | None, state: InjectionState
@@ -270,6 +265,14 @@ def _warn_about_changed(model: nn.Module | None, sinks: Sequence[RateSink]) -> N
         )
 
 
+def _all_sinks() -> Iterator[tuple[nn.Module, DropoutSink]]:
+    """Yield those of all models: a rate may belong to an object that layers of several models share."""
+    for module, sinks in _dropout_sinks.items():
+        for sink in sinks:
+            yield module, sink
+
+
 finders.append(_sinks_of)
+shared_finders.append(_all_sinks)
 events.removing.append(lambda model, states, sinks: _warn_about_changed(model, sinks))
 events.replacing.append(_warn_about_changed)

@@ -12,7 +12,7 @@ from torch import nn
 from hookdrop.core.errors import InjectionError, LayerError
 from hookdrop.core.recipe import Recipe, RecipeSite
 from hookdrop.core.regularizer import P
-from hookdrop.core.select import Layer, values_by_entry
+from hookdrop.core.selection import Layer, values_by_entry
 from hookdrop.core.tables import some
 from hookdrop.survey.drop_rates import DropRate, DropRates, known_drop_rates
 from hookdrop.survey.facts import Survey

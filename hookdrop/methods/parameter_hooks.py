@@ -23,11 +23,11 @@ from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from hookdrop.core.call_context import CallValue, has_ended
 from hookdrop.core.checkpointing import running_checkpoint
 from hookdrop.core.compiling import GraphBreak
 from hookdrop.core.errors import InjectionError, LayerError
 from hookdrop.core.hook import SiteHook
+from hookdrop.core.needs import CallValue, has_ended
 from hookdrop.core.regularizer import Regularizer
 from hookdrop.core.state import InjectionState
 from hookdrop.core.tables import some
@@ -154,25 +154,17 @@ class ParameterHook(SiteHook):
     own = (*SiteHook.own, "hidden")
 
     def __init__(
-        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState
+        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, at: str
     ) -> None:
         self.names: list[str] = []
         """The parameters, from `place` on."""
         self.start: dict[str, Tensor] = {}
         """Their values at the injection, if the regularizer needs them."""
-        super().__init__(site, regularizer, p_scale, tensor, state, "parameters")
+        super().__init__(site, regularizer, p_scale, tensor, state, at)
 
     @staticmethod
     def check_site(regularizer: Regularizer, module: nn.Module, tensor: TensorKey, name: str) -> str:
         return check_parameters(regularizer, module, tensor, name)
-
-    @staticmethod
-    def site_warnings(root: nn.Module, sites: Mapping[str, nn.Module], tensor: TensorKey) -> list[str]:
-        return tied_elsewhere(root, sites, tensor)
-
-    @staticmethod
-    def settings_of(site: Any) -> tuple[Any, ...]:
-        return ()
 
     def _start(self) -> None:
         self.hidden = CallValue()  # the attributes that the call in progress has replaced; None if there was none

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.core import compiling
-from hookdrop.core.call_context import CallValue, has_ended
 from hookdrop.core.checkpointing import is_inside_reentrant_checkpoint, is_recomputing
 from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.hook import SiteHook
-from hookdrop.core.placed import CompanionHook
+from hookdrop.core.needs import CallValue, has_ended
 from hookdrop.core.regularizer import CurrentRate
+from hookdrop.core.sink import CompanionHook
 from hookdrop.core.state import InjectionState
 from hookdrop.core.torch_internals import skip_frames_of, when_compiler_is_imported
 
 if TYPE_CHECKING:
-    from hookdrop.core.placed import PlacedSite
+    from hookdrop.core.sink import PlacedSite
 
 MOST_UNREAD = 2**12  # how many terms are kept without an update of the weights: a cell may run at each time step
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hookdrop.core.call_context import CallValue, has_ended, partial_calls
 from hookdrop.core.compiling import graph_break
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.hook import SiteHook
+from hookdrop.core.needs import CallValue, has_ended, partial_calls
 from hookdrop.core.registry import hooks_removed
 from hookdrop.core.regularizer import CurrentRate
-from hookdrop.core.select import named_layers
+from hookdrop.core.selection import named_layers
 from hookdrop.core.sink import RateSink
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import (
@@ -70,9 +70,7 @@ class RowsHook(SiteHook):
 
     own = (*SiteHook.own, "current", "subsets", "select", "put_back")
 
-    @staticmethod
-    def settings_of(site: Any) -> tuple[Any, ...]:
-        return ("input",)
+    setting_of = staticmethod(lambda site: "input")
 
     @classmethod
     def refuse_beside(cls, present: Sequence[RateSink]) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from torch import nn
 
 from hookdrop.core.errors import InjectionError
-from hookdrop.core.names import unwrapped
 from hookdrop.core.registry import hooks_removed
+from hookdrop.core.selection import unwrapped
 from hookdrop.core.state import InjectionState
 from hookdrop.survey.drop_rates import DropRate, known_drop_rates
 from hookdrop.survey.facts import survey

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from hookdrop.core.call_context import CallValue, has_ended
 from hookdrop.core.checkpointing import running_checkpoint
 from hookdrop.core.compiling import GraphBreak
 from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.hook import SiteHook
+from hookdrop.core.needs import CallValue, has_ended
 from hookdrop.core.regularizer import Regularizer
 from hookdrop.core.state import InjectionState
 from hookdrop.core.tensor_tree import TensorKey
@@ -44,15 +44,11 @@ class ScoreHook(SiteHook):
     own = (*SiteHook.own, "calls")
 
     def __init__(
-        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState
+        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, at: str
     ) -> None:
-        super().__init__(site, regularizer, p_scale, tensor, state, "scores")
+        super().__init__(site, regularizer, p_scale, tensor, state, at)
         if tensor is not None:
             raise InjectionError(f"{self.where} acts on all scores of attention: remove tensor={tensor!r}.")
-
-    @staticmethod
-    def settings_of(site: Any) -> tuple[Any, ...]:
-        return ()
 
     def _start(self) -> None:
         self.calls = CallValue()  # the mode of each call in progress; None while it is off

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from hookdrop.core.call_context import CallValue
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.hook import SiteHook
+from hookdrop.core.needs import CallValue
 from hookdrop.core.regularizer import CurrentRate, Regularizer
 from hookdrop.core.state import InjectionState
 from hookdrop.core.tensor_tree import TensorKey
@@ -47,9 +48,7 @@ class SkipHook(SiteHook):
         self.branch = branch  # the name, relative to the block, of the first layer of the residual branch
         super().__init__(site, regularizer, p_scale, tensor, state, "skip")
 
-    @staticmethod
-    def settings_of(site: Any) -> tuple[Any, ...]:
-        return (site.branch,)
+    setting_of = staticmethod(attrgetter("branch"))
 
     def _start(self) -> None:
         self.skipped = CallValue()  # x, in calls of the block, until the branch takes it

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop.core.placed import CompanionHook
+from hookdrop.core.sink import CompanionHook
 from hookdrop.core.tensor_tree import tensors
 from hookdrop.core.torch_internals import at_end_of_backward, graph_task
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.core import compiling
+from hookdrop.core.arguments import floating
 from hookdrop.core.checkpointing import is_recomputing
 from hookdrop.core.errors import LayerError, ShapeError, warn
-from hookdrop.core.names import unwrapped
-from hookdrop.core.select import Entries, select
+from hookdrop.core.selection import Entries, select, unwrapped
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import describe, detached_copy, tensors
-from hookdrop.core.validation import floating
 from hookdrop.extras import needs
 from hookdrop.measure.figures import SCALE, as_images, get_figure
 from hookdrop.measure.measurement import without_bookkeeping

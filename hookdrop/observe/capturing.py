@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hookdrop.core.arguments import CopyDevice, count, one_of
 from hookdrop.core.errors import NotRecordedError, ShapeError, warn
-from hookdrop.core.select import Entries
+from hookdrop.core.selection import Entries
 from hookdrop.core.tables import shape_text, text_table
 from hookdrop.core.tensor_tree import TensorKey, detached_copy
-from hookdrop.core.validation import CopyDevice, count, one_of
 from hookdrop.measure.figures import blocks_figure
 from hookdrop.measure.recording import Recording
 from hookdrop.observe.watch import Receiver, Tensors, Watch

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.core.handle import Injection
-from hookdrop.core.names import unwrapped
-from hookdrop.core.select import Entries
+from hookdrop.core.selection import Entries, unwrapped
 from hookdrop.core.tables import text_table
 from hookdrop.core.tensor_tree import first_tensor, map_tensor
 from hookdrop.measure.measurement import why_idle, without_bookkeeping

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizers
 
-from hookdrop.core.select import Entries
+from hookdrop.core.arguments import count
+from hookdrop.core.selection import Entries
 from hookdrop.core.tables import text_table
 from hookdrop.core.tensor_tree import TensorKey
 from hookdrop.core.torch_internals import parameters_of
-from hookdrop.core.validation import count
 from hookdrop.measure.figures import channel_axis, get_figure
 from hookdrop.observe.watch import Receiver, Tensors, Watch
 from hookdrop.survey.isolation import forked_rng

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hookdrop.core.arguments import count
 from hookdrop.core.handle import Injection
 from hookdrop.core.schedules import Schedule
 from hookdrop.core.tables import counted
-from hookdrop.core.validation import count
 from hookdrop.measure.figures import get_figure
 
 if TYPE_CHECKING:

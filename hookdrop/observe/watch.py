@@ -16,8 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from hookdrop.core import compiling
 from hookdrop.core.checkpointing import is_recomputing
 from hookdrop.core.errors import InjectionError, NotRecordedError, ShapeError, did_you_mean, warn
-from hookdrop.core.names import unwrapped
-from hookdrop.core.select import Entries, hookable, select
+from hookdrop.core.selection import Entries, hookable, select, unwrapped
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import TensorKey, bind_arguments, fits, leaves, map_tensor
 from hookdrop.core.torch_internals import vmap_randomness

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hookdrop.core.arguments import one_of
 from hookdrop.core.errors import InjectionError, LayerError, ShapeError
+from hookdrop.core.needs import CHOOSE_PLACE, SamplePlace, SampleRows, place_text, rows_in_call, sample_place
 from hookdrop.core.regularizer import BELOW_1, DropRegularizer, P, Rate
-from hookdrop.core.samples import CHOOSE_PLACE, SamplePlace, SampleRows, place_text, rows_in_call, sample_place
 from hookdrop.core.torch_internals import BatchNorm
-from hookdrop.core.validation import one_of
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
 

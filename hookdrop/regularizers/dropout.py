@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from hookdrop.core import torch_internals as internals
+from hookdrop.core.arguments import as_rate_tensor, count, floating
 from hookdrop.core.errors import ShapeError
 from hookdrop.core.regularizer import DropRegularizer, P, nhwc_warnings
-from hookdrop.core.validation import as_rate_tensor, count, floating
 from hookdrop.kernels import custom_ops, drawing
 from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, slice_dropout, slice_mask
 

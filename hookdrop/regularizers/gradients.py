@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from hookdrop.core import torch_internals as internals
+from hookdrop.core.arguments import floating, number, one_of, positive
 from hookdrop.core.regularizer import STD, Rate, Regularizer
-from hookdrop.core.validation import floating, number, one_of, positive
 from hookdrop.kernels.masking import HALF
 from hookdrop.kernels.random_numbers import randn_like
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hookdrop.core.arguments import count, floating, given_channel_axis, rate
 from hookdrop.core.errors import ShapeError
 from hookdrop.core.regularizer import Rate, Regularizer, check_axes, describe_map, nhwc_warnings
-from hookdrop.core.validation import count, floating, given_channel_axis, rate
 from hookdrop.kernels.random_numbers import operator
 
 MIN_CHANNELS = 10  # as in the authors' code; masks of fewer channels overlap by chance rather than by `scale`

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hookdrop.core.arguments import as_rate_tensor, number, one_of
 from hookdrop.core.errors import ShapeError
 from hookdrop.core.regularizer import LARGEST, STD, DropRegularizer, Rate, Regularizer
 from hookdrop.core.torch_internals import functorch_stack
-from hookdrop.core.validation import as_rate_tensor, number, one_of
 from hookdrop.kernels.random_numbers import rand, rand_like, randn_like
 
 _P_BELOW_1 = Rate("p", kind="noise", open_end=True)

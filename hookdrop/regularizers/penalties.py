@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hookdrop.core.arguments import count, floating, rate
 from hookdrop.core.errors import InjectionError, LayerError, ShapeError
-from hookdrop.core.names import module_at
 from hookdrop.core.regularizer import LARGEST, Rate, Regularizer, rate_of
-from hookdrop.core.validation import count, floating, rate
+from hookdrop.core.selection import module_at
 
 _SCALE = Rate("scale", high=LARGEST, kind="factor")
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hookdrop.core.arguments import positive
 from hookdrop.core.errors import ShapeError
 from hookdrop.core.regularizer import Rate, Regularizer
-from hookdrop.core.validation import positive
 from hookdrop.kernels.random_numbers import most_precise_dtype, rand, randn_like
 
 _P = Rate("p", kind="noise")

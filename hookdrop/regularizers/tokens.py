@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hookdrop.core.arguments import count, one_of
 from hookdrop.core.errors import LayerError, ShapeError
 from hookdrop.core.regularizer import DropRegularizer, P
-from hookdrop.core.validation import count, one_of
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.regularizers.dropout import Dropout, drop_slices
 

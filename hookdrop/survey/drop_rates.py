@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.regularizer import Regularizer
-from hookdrop.core.select import has_forward
+from hookdrop.core.selection import has_forward
 from hookdrop.regularizers import DropPath
 from hookdrop.survey.branches import added, has_weights, is_affine
 from hookdrop.survey.heads import attention_cores

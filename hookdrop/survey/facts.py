@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.core.errors import InjectionError
-from hookdrop.core.names import unwrapped
-from hookdrop.core.select import named_layers
+from hookdrop.core.selection import named_layers, unwrapped
 from hookdrop.core.tensor_tree import TensorKey, map_leaves, tensors
 from hookdrop.core.torch_internals import is_fake
 from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals

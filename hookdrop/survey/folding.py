@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import groupby, product
 from typing import Any
 
-from hookdrop.core.names import glob_expression
+from hookdrop.core.selection import glob_expression
 
 SIZES = re.compile(r"\b(\d+(?:x\d+)*)\b")
 """Numbers and shapes in a text: 256 and 14x14, but not the 2 of Dropout2d."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookdrop.core.errors import HookdropError, InjectionError, warn
-from hookdrop.core.select import named_layers
+from hookdrop.core.selection import named_layers
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import describe
 from hookdrop.core.torch_internals import (

@@ -34,8 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookdrop.core.errors import InjectionError
-from hookdrop.core.names import unwrapped
-from hookdrop.core.select import named_layers
+from hookdrop.core.selection import named_layers, unwrapped
 from hookdrop.core.tensor_tree import bind_arguments, leaves_of, map_leaves, map_tensors, tensors
 from hookdrop.core.torch_internals import fake_tensors, storage_of, version_of
 from hookdrop.survey.isolation import Training, call, hooked, other_hooks, restored_after, restored_objects, set_modes

@@ -10,12 +10,11 @@ from typing import Any
 from torch import nn
 
 from hookdrop.core import compiling
+from hookdrop.core.arguments import named_arguments
 from hookdrop.core.errors import HookdropError, InjectionError
-from hookdrop.core.names import unwrapped
 from hookdrop.core.plan import make_plan
 from hookdrop.core.registry import hooks_removed
-from hookdrop.core.select import Entries, Layer, has_forward, named_layers, overrides_call, select
-from hookdrop.core.settings import named_arguments
+from hookdrop.core.selection import Entries, Layer, has_forward, named_layers, overrides_call, select, unwrapped
 from hookdrop.core.spec import InjectionSpec
 from hookdrop.core.tables import html_table, shape_text, text_table
 from hookdrop.survey.convs import ConvGraph, conv_nets

@@ -21,8 +21,8 @@ from hookdrop.core.adapters import as_regularizer
 from hookdrop.core.errors import ShapeError, did_you_mean
 from hookdrop.core.handle import Injection, find
 from hookdrop.core.inject import inject
+from hookdrop.core.needs import SampleRows
 from hookdrop.core.regularizer import Rate, Regularizer, at_rate, rate_of, rows_alone
-from hookdrop.core.samples import SampleRows
 from hookdrop.core.spec import InjectionSpec
 from hookdrop.core.text import read, text_of
 from hookdrop.regularizers import Penalty

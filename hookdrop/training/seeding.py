@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hookdrop.core.arguments import count
 from hookdrop.core.torch_internals import default_store
-from hookdrop.core.validation import count
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

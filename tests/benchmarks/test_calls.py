@@ -81,7 +81,7 @@ def injection() -> Calls:
         pytest.param(lambda: forward(DropBlock(0.1, 3)), 40, 9, id="forward of one layer, DropBlock"),
         pytest.param(lambda: forward(Dropout(0.1)), 14, 5, id="forward of one layer, Dropout"),
         pytest.param(step, 84, 99, id="step() with 50 sites"),
-        pytest.param(injection, 103, 21, id="inject with 1 site"),
+        pytest.param(injection, 106, 18, id="inject with 1 site"),
     ],
 )
 def test_calls_and_files_stay_within_their_limits(action: Callable[[], Calls], most: int, files: int) -> None:
@@ -106,8 +106,10 @@ def test_figures_of_the_structure_stay_within_their_limits() -> None:
     package = ROOT / "hookdrop"
     texts = {str(file.relative_to(package)): file.read_text() for file in package.rglob("*.py")}
     assert len({name.split("/")[0] for name in texts}) <= 16
-    assert sum(text.count("# type: ignore") for text in texts.values()) <= 20
-    assert sum(len(text.splitlines()) for name, text in texts.items() if name.startswith("guards/")) <= 730
+    assert sum(text.count("# type: ignore") for text in texts.values()) <= 14
+    core = [text for name, text in texts.items() if name.startswith("core/")]
+    assert len(core) <= 28
+    assert sum(len(text.splitlines()) for text in core) <= 5670
     assert len(members(hookdrop.Injection)) <= 22
     assert len(members(hookdrop.Regularizer)) <= 16
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]

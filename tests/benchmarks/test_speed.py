@@ -18,8 +18,8 @@ import peers
 import timing
 import train_step
 from hookdrop import Dropout, inject
+from hookdrop.core.arguments import number
 from hookdrop.core.hook import SiteHook
-from hookdrop.core.validation import number
 from hookdrop.kernels import native as kernel
 from speed import PAIRS, saved_bytes
 from tests.benchmarks.test_calls import count_calls

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookdrop.core.select import select
+from hookdrop.core.selection import select
 
 
 class Block(nn.Module):

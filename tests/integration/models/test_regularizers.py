@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from hookdrop import Dropout, DropPath, HookdropWarning, LayerError, LinearSchedule, TokenDropout, find, inject
-from hookdrop.core import names as wrapper_names
+from hookdrop.core import selection as wrapper_names
 from hookdrop.functional import drop_block
 from tests.support.models import Small, from_timm, names, toy
 from tests.support.training import optimize, scheduled, seeded

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import Dropout, DropPath, LayerDrop, NEFTune, Regularizer, ShapeError, find, inject, without_hooks
+from hookdrop.core.needs import SampleRows
 from hookdrop.core.recipe import Recipe, RecipeSite
-from hookdrop.core.samples import SampleRows
 from hookdrop.methods.skip_hook import SkipHook
 from tests.support.leaks import entries
 from tests.support.models import ROWS, Small, pair, toy

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import DropPath, HeadDropout, InjectionError, LayerDrop, LayerError, ShapeError, inject, plan
-from hookdrop.core.samples import SampleRows
+from hookdrop.core.needs import SampleRows
 from hookdrop.functional import drop_path, head_dropout, layer_drop
 from tests.support.models import toy
 

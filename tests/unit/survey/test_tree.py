@@ -9,7 +9,7 @@ from torch import nn
 
 from hookdrop import Dropout, InjectionError, LayerError, inject, layers, plan, recipes
 from hookdrop.core.recipe import Recipe
-from hookdrop.core.select import select
+from hookdrop.core.selection import select
 from hookdrop.survey.tree import Layers
 from tests.support.models import Small, toy
 from tests.support.transformers_models import llama

@@ -13,7 +13,7 @@ from hypothesis import given
 from torch import nn
 
 from hookdrop import Dropout, LayerError, ShapeError, inject, plan
-from hookdrop.core.select import named_layers
+from hookdrop.core.selection import named_layers
 from tests.support.models import Small, names, toy
 
 Pair = namedtuple("Pair", ["first", "second"])
