@@ -78,7 +78,7 @@ class PlannedSite:
             self.target = rate_of(regularizer)
             if self.at in ("output", "input"):
                 skips = "rows" in regularizer.needs or "layer_input" in regularizer.needs
-                self.kind = regularizer.kind or ("rows" if skips else self.at)
+                self.kind = regularizer._kind or ("rows" if skips else self.at)
 
     @property
     def p(self) -> float | None:

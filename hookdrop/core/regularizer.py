@@ -119,7 +119,7 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     in_backward: ClassVar[bool] = False  #: Whether it leaves the forward output unchanged, and only affects gradients.
     mixes_samples: ClassVar[bool] = False  #: Whether it changes nothing in a batch of one sample.
     axes: str = "..."  #: The axes of its tensors, such as `"N C H W"`. `"..."` stands for any number of axes.
-    kind: ClassVar[str] = ""
+    _kind: ClassVar[str] = ""
     """The kind of its sites, a key of `hookdrop.core.parts.KINDS`; empty for the usual one."""
     keeps_shape: bool = True  #: Whether the result has the shape of the input.
 

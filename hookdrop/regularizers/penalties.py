@@ -84,7 +84,7 @@ class Penalty(Regularizer):
     """
 
     in_backward: ClassVar[bool] = True
-    kind = "penalty"
+    _kind = "penalty"
     penalize: Callable[..., Tensor] = _penalize
 
     def regularize(self, x: Tensor, rate: Any, **context: Any) -> Tensor:
