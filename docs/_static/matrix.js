@@ -3,15 +3,24 @@ document.addEventListener("DOMContentLoaded", () => {
   for (const table of document.querySelectorAll("table.matrix")) {
     const body = table.tBodies[0];
     const filter = document.createElement("input");
-    Object.assign(filter, { type: "search", className: "matrix-filter", placeholder: "Filter the rows, such as: transformer" });
+    Object.assign(filter, { type: "search", className: "matrix-filter", placeholder: "Filter, such as: ViT overfit" });
     filter.setAttribute("aria-label", "Filter the rows of the table");
     filter.addEventListener("input", () => {
       const words = filter.value.toLowerCase().split(/\s+/);
-      for (const row of body.rows) {
+      for (const row of body.rows) {  // the last column, keywords, is found but not shown
         row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
       }
     });
     (table.closest(".pst-scrollable-table-container") ?? table).before(filter);
+    for (const cell of body.querySelectorAll("td:first-child")) {  // long names wrap between their words
+      const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+      const found = [];
+      while (texts.nextNode()) found.push(texts.currentNode);
+      for (const text of found) {
+        const parts = text.data.split(/(?<=_)|(?<=[a-z])(?=[A-Z])/);
+        text.replaceWith(...parts.flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));
+      }
+    }
     [...table.tHead.rows[0].cells].forEach((header, column) => {
       const button = document.createElement("button");
       button.append(...header.childNodes);

@@ -100,10 +100,63 @@ def test_the_readme_links_the_first_eight_methods() -> None:
 )
 def test_samples_are_independent_as_stated(text: str) -> None:
     row = ROWS[text.partition("(")[0]]
-    assert (row[8] == "yes") is bool(parse(text).independent_samples)
+    assert (row[7] == "yes") is bool(parse(text).independent_samples)
     rate = type(parse(text)).rate
     assert rate
     assert row[3].startswith(f"`{rate.attribute}`")
+
+
+KEYWORDS = {name: row[9].removesuffix(" |").split(", ") for name, row in ROWS.items()}
+FOUND = {
+    "transformer": "Dropout DropPath TokenDropout HeadDropout DropKey LayerDrop NEFTune Mixout GaussianDropout"
+    " stochastic_depth patch_dropout residual_dropout set_dropout",
+    "ViT": "Dropout DropPath TokenDropout HeadDropout DropKey LayerDrop stochastic_depth patch_dropout set_dropout",
+    "LSTM": "Dropout LockedDropout WeightDrop ClipActivationGrad ClampActivationGrad ActivationPenalty set_dropout",
+    "CNN": "Dropout Dropout2d DropBlock DropPath ShakeDrop Cutout AlphaDropout GaussianNoise UniformNoise MixStyle DSU"
+    " Masksembles dropblock_resnet dropblock_unet dropblock_detector stochastic_depth set_dropout",
+    "audio": "Dropout2d DropBlock HeadDropout DropKey LayerDrop LockedDropout stochastic_depth residual_dropout"
+    " set_dropout",
+    "uncertainty": "Dropout Dropout2d Masksembles set_dropout",
+}
+"""What the filter of the matrix has to find. The pages of these methods show them for such models."""
+NOT_AGAINST_OVERFITTING = {"MixStyle", "DSU", "Masksembles"} | {
+    f"{name}ActivationGrad" for name in ("Clip", "Clamp", "Scale")
+}
+
+
+def found(word: str) -> set[str]:
+    """The rows that `matrix.js` shows for a word."""
+    shown = {name: re.sub(r"\]\([^)]*\)", "", " | ".join(row)).lower() for name, row in ROWS.items()}
+    return {name for name, text in shown.items() if word.lower() in text}
+
+
+@pytest.mark.parametrize(("word", "names"), FOUND.items(), ids=list(FOUND))
+def test_the_filter_finds_the_methods_for_a_kind_of_model(word: str, names: str) -> None:
+    assert set(names.split()) <= found(word) < set(ROWS)
+
+
+def test_the_filter_finds_what_saves_time_and_what_reduces_overfitting() -> None:
+    assert found("faster") == {name for name, row in ROWS.items() if row[6] != "no"}
+    assert found("overfit") == set(ROWS) - NOT_AGAINST_OVERFITTING
+
+
+def test_every_row_has_keywords_and_no_keyword_is_misspelled() -> None:
+    assert all(KEYWORDS.values())
+    every = [word for words in KEYWORDS.values() for word in words]
+    assert not {word for word in every if every.count(word) == 1} - {"diffusion", "freeze", "segmentation"}
+
+
+@pytest.mark.parametrize("name", [name for name in recipes.__all__ if "audio" in KEYWORDS.get(name, ())])
+def test_recipes_for_audio_find_sites_in_a_speech_model(name: str) -> None:
+    whisper = pytest.importorskip("transformers").WhisperConfig(
+        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=16, decoder_ffn_dim=16, num_mel_bins=8, max_source_positions=20, max_target_positions=16,
+        vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+        suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    model = importlib.import_module("transformers").WhisperForConditionalGeneration(whisper)
+    example = {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": torch.randint(64, (2, 5))}
+    assert hookdrop.plan(model, getattr(recipes, name)(), example_input=example).sites
 
 
 ARCHITECTURE = re.sub(r"^```.*?^```$", "", (ROOT / "docs" / "architecture.md").read_text(), flags=re.M | re.S)
