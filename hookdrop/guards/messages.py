@@ -1,7 +1,7 @@
 """The messages of the guards by kind, and how a kind is looked up.
 
 A kind names what detects its situation: a property of `Planned`, `Comparison` or `Progress`, or a function. The table
-in `docs/architecture.md` has a row for each. In a message, `it` is what was looked at (mostly an injection).
+in `docs/project/guards.md` has a row for each. In a message, `it` is what was looked at (mostly an injection).
 """
 
 from __future__ import annotations

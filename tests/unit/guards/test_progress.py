@@ -270,7 +270,7 @@ def test_sites_whose_rows_are_not_all_samples_warn_at_the_first_training_forward
             model(x)
 
 
-TABLE = (ROOT / "docs/architecture.md").read_text().partition("\n## Guards\n")[2].partition("\n## ")[0]
+TABLE = (ROOT / "docs/project/guards.md").read_text()
 ROWS = {kind: cells for kind, *cells in re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", TABLE, flags=re.M)}
 DETECTED_BY = (Planned, Comparison, progress.Progress, progress)
 
