@@ -10,14 +10,12 @@ from hookdrop.core import schedules as _schedules
 from hookdrop.core.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.core.handle import Injection, find
 from hookdrop.core.inject import inject, plan, without_hooks
-from hookdrop.core.parts import KINDS, PARTS, Parts
+from hookdrop.core.parts import KINDS, PARTS, REGULARIZERS, Parts
 from hookdrop.core.plan import Plan
 from hookdrop.core.regularizer import Rate, Regularizer
 from hookdrop.core.schedules import *
 from hookdrop.core.spec import InjectionSpec
 from hookdrop.core.text import parse
-from hookdrop.regularizers import *
-from hookdrop.regularizers import Penalty
 from hookdrop.training.seeding import seed_per_rank
 
 if TYPE_CHECKING:
@@ -26,15 +24,20 @@ if TYPE_CHECKING:
     from hookdrop import observe as observe
     from hookdrop import testing as testing
     from hookdrop.measure.prediction import Prediction as Prediction
+    from hookdrop.regularizers import *
+    from hookdrop.regularizers.penalties import Penalty as Penalty
     from hookdrop.survey.tree import layers as layers
     from hookdrop.training.averages import update_bn as update_bn
 
 __version__ = "0.3.0"
 
+importlib.import_module("hookdrop.kernels.custom_ops")  # defines the operators that exported programs name
+
 # What is imported on first use, because it takes as long as the rest.
 _PACKAGES = ("functional", "integrations", "observe", "testing")
 _LATE = Parts(
     {
+        "Penalty": "hookdrop.regularizers.penalties:Penalty",
         "Prediction": "hookdrop.measure.prediction:Prediction",
         "layers": "hookdrop.survey.tree:layers",
         "update_bn": "hookdrop.training.averages:update_bn",
@@ -66,7 +69,6 @@ __all__ = [
     "InjectionError",
     "InjectionSpec",
     "LayerError",
-    "Penalty",
     "Plan",
     "Rate",
     "Regularizer",
@@ -80,15 +82,17 @@ __all__ = [
     "seed_per_rank",
     "without_hooks",
 ]
-__all__ += [*_PACKAGES, *_LATE.places, *_regularizers.__all__, *_schedules.__all__]
+__all__ += [*_PACKAGES, *_LATE, *_regularizers.__all__, *_schedules.__all__]
 __all__.sort()
 
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"hookdrop.{name}")
-    if name in _LATE.places:
-        return _LATE[name]
+    for parts in (REGULARIZERS, _LATE):
+        if name in parts:
+            globals()[name] = parts[name]
+            return parts[name]
     raise AttributeError(f"module 'hookdrop' has no attribute {name!r}")
 
 

@@ -36,11 +36,11 @@ _FILES = {
     "tokens": ("drop_key", "head_dropout", "neftune", "patch_dropout"),
 }
 RECIPES.places.update({name: f"hookdrop.methods.{file}:{name}" for file, names in _FILES.items() for name in names})
-RECIPE_NAMES = tuple(sorted(RECIPES.places))
+RECIPE_NAMES = tuple(sorted(RECIPES))
 
 
 def __getattr__(name: str) -> Any:
-    if name in RECIPES.places:
+    if name in RECIPES:
         return RECIPES[name]
     raise AttributeError(f"module 'hookdrop.recipes' has no attribute {name!r}")
 

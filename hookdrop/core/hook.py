@@ -26,7 +26,8 @@ from hookdrop.core.checkpointing import (
 )
 from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.needs import MASK, SAMPLES, CallValue, SampleRows, place_around
-from hookdrop.core.regularizer import NO_RATE, REGULARIZERS, CurrentRate, P, Rate, Regularizer, at_rate, rate_of
+from hookdrop.core.parts import REGULARIZERS
+from hookdrop.core.regularizer import NO_RATE, CurrentRate, P, Rate, Regularizer, at_rate, rate_of
 from hookdrop.core.sink import PlacedSite
 from hookdrop.core.state import InjectionState
 from hookdrop.core.torch_internals import graph_task, is_tracing
@@ -76,7 +77,8 @@ class SiteHook(PlacedSite):
         self.companions = []
         self.target = self.initial_target = rate_of(regularizer)
         self.rate: Rate = type(regularizer).rate or P
-        self.replays = type(regularizer) in REGULARIZERS.values()
+        cls = type(regularizer)
+        self.replays = REGULARIZERS.places.get(cls.__name__) == f"{cls.__module__}:{cls.__name__}"
         """Whether compiled code that recomputes this hook draws the same random numbers."""
         self._start()
 

@@ -184,10 +184,6 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
         return settings_text(self, lambda one: one.kind == one.KEYWORD_ONLY)
 
 
-REGULARIZERS: dict[str, type[Regularizer]] = {}
-"""Those of hookdrop by name, which `parse` knows. `hookdrop.regularizers` fills it."""
-
-
 def rate_of(regularizer: Regularizer) -> float | None:
     """Return the current rate of a regularizer; None if it has none."""
     # Read from the class, because an instance may have an attribute `rate`.

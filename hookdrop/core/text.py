@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 from hookdrop.core.adapters import ForeignFunction, ForeignModule
 from hookdrop.core.arguments import not_stored, settings_text, signature_line
 from hookdrop.core.errors import StateError, nearest
-from hookdrop.core.parts import RECIPES
+from hookdrop.core.parts import RECIPES, REGULARIZERS
 from hookdrop.core.recipe import Recipe
-from hookdrop.core.regularizer import REGULARIZERS, Regularizer
+from hookdrop.core.regularizer import Regularizer
 from hookdrop.core.schedules import SCHEDULES, Schedule
 
 Allowed: TypeAlias = Sequence[Callable[..., Any]]
@@ -25,7 +25,7 @@ Allowed: TypeAlias = Sequence[Callable[..., Any]]
 
 def known_names() -> tuple[str, ...]:
     """Return all names that `parse` knows. A recipe is imported when it is first used."""
-    return (*REGULARIZERS, *sorted(RECIPES.places), *SCHEDULES)
+    return (*REGULARIZERS, *sorted(RECIPES), *SCHEDULES)
 
 
 def parse(text: str) -> Any:

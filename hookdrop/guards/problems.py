@@ -23,7 +23,6 @@ from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import container_of
 from hookdrop.core.torch_internals import full_backward_hooks_of, parameters_of
 from hookdrop.guards.messages import find, message, warn_each
-from hookdrop.regularizers import DropBlock
 from hookdrop.training.seeding import announce, find_rank_with_same_seed
 
 CHANGES = ("lost", "copied", "moved", "full_backward_hook")
@@ -181,6 +180,8 @@ def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
 
 def warn_about_shape(hook: SiteHook) -> None:
     """Warn about the last shape, once. Compiled graphs cannot raise warnings, so their shapes are checked in `step`."""
+    from hookdrop.regularizers.dropblock import DropBlock  # regularizers are imported on first use
+
     hook.unsubscribe(check_first_shape)
     warn_each(hook.state, shape_warnings(hook))
     hook.on_new_shape = warn_about_shape if isinstance(hook.regularizer, DropBlock) else None  # a map below a block

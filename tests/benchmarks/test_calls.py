@@ -81,7 +81,7 @@ def injection() -> Calls:
         pytest.param(lambda: forward(DropBlock(0.1, 3)), 40, 9, id="forward of one layer, DropBlock"),
         pytest.param(lambda: forward(Dropout(0.1)), 14, 5, id="forward of one layer, Dropout"),
         pytest.param(step, 84, 99, id="step() with 50 sites"),
-        pytest.param(injection, 106, 18, id="inject with 1 site"),
+        pytest.param(injection, 108, 19, id="inject with 1 site"),  # 106 and 18 without other recipes
     ],
 )
 def test_calls_and_files_stay_within_their_limits(action: Callable[[], Calls], most: int, files: int) -> None:
@@ -106,14 +106,14 @@ def test_figures_of_the_structure_stay_within_their_limits() -> None:
     package = ROOT / "hookdrop"
     texts = {str(file.relative_to(package)): file.read_text() for file in package.rglob("*.py")}
     assert len({name.split("/")[0] for name in texts}) <= 16
-    assert sum(text.count("# type: ignore") for text in texts.values()) <= 14
+    assert sum(text.count("# type: ignore") for text in texts.values()) <= 15
     core = [text for name, text in texts.items() if name.startswith("core/")]
     assert len(core) <= 28
-    assert sum(len(text.splitlines()) for text in core) <= 5670
+    assert sum(len(text.splitlines()) for text in core) <= 5680
     assert len(members(hookdrop.Injection)) <= 22
     assert len(members(hookdrop.Regularizer)) <= 16
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert len(next(one["layers"] for one in contracts if one.get("containers") == ["hookdrop"])) <= 9
     command = [sys.executable, "-X", "importtime", "-c", "import hookdrop"]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stderr
-    assert 40 < len(set(re.findall(r"\|\s+(hookdrop[\w.]*)$", loaded, flags=re.MULTILINE))) <= 65
+    assert 40 < len(set(re.findall(r"\|\s+(hookdrop[\w.]*)$", loaded, flags=re.MULTILINE))) <= 48

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import hookdrop
-from hookdrop.core.regularizer import REGULARIZERS
+from hookdrop.core.parts import REGULARIZERS
 from tests.support.programs import ROOT, load
 
 PAGE = (ROOT / "docs" / "gallery.md").read_text()

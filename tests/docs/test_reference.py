@@ -15,7 +15,7 @@ from torch import nn
 
 import hookdrop
 from hookdrop import find, functional, observe, parse, recipes, testing
-from hookdrop.core.regularizer import REGULARIZERS
+from hookdrop.core.parts import REGULARIZERS
 from tests.support.programs import ROOT
 
 TEXT = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hookdrop import LayerDrop, Penalty, Regularizer, parse
-from hookdrop.core.regularizer import REGULARIZERS
+from hookdrop.core.parts import REGULARIZERS
 
 ZEROS = ("layer_input", "start")
 """What a regularizer may need that is another tensor of the same shape."""

@@ -12,7 +12,7 @@ from torch import nn
 
 import hookdrop
 from hookdrop import DropBlock, Dropout, InjectionSpec, LinearSchedule, Regularizer, TokenDropout, parse, recipes
-from hookdrop.core.regularizer import REGULARIZERS
+from hookdrop.core.parts import REGULARIZERS
 from hookdrop.core.schedules import SCHEDULES, Schedule
 from tests.support.programs import run_code
 

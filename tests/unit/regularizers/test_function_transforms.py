@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jacfwd, jacrev, vmap
 
 from hookdrop import DropBlock, DropKey, Dropout, HeadDropout, InjectionError, LinearSchedule, inject
-from hookdrop.core.regularizer import REGULARIZERS
+from hookdrop.core.parts import REGULARIZERS
 from tests.support.regularizers import ACTIVATIONS, EVERY, REPRESENTATIVE, SINGLE_SAMPLE, SITES, Affine, Case
 from tests.support.tensors import all_equal
 from tests.support.training import gradients_of, seeded
