@@ -196,7 +196,7 @@ axes.set(xlabel="height and width of the map", ylabel="dropped fraction", yscale
 ticks = [0.08, 0.1, 0.15, 0.2, 0.5, 1.0]
 axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
 axes.minorticks_off()
-axes.legend(title="asked: 0.1, blocks of 7")
+axes.legend(title="requested: 0.1, blocks of 7")
 plt.show()
 
 # %%

@@ -138,9 +138,9 @@ figure.axes[0].set_ylim(0, 0.24)
 plt.show()
 
 after_ramp = log[120:]
-asked = sum(row["hookdrop/dropblock/p"] for row in after_ramp) / len(after_ramp)
+requested = sum(row["hookdrop/dropblock/p"] for row in after_ramp) / len(after_ramp)
 dropped = sum(row["dropped"] for row in after_ramp) / len(after_ramp)
-print(f"after the ramp: asked {asked:.3f}, dropped {dropped:.3f}")
+print(f"after the ramp: requested {requested:.3f}, dropped {dropped:.3f}")
 
 # %%
 # The dots scatter, because each batch draws new masks; their mean follows the line. 160 batches are 80 steps here. A
