@@ -53,7 +53,8 @@ class InjectionSpec(metaclass=NamedArguments):
         TypeError, ValueError: a setting is invalid.
 
     Example:
-        >>> spec = InjectionSpec("Dropout(p=0.2)", layers="0", schedule="LinearSchedule(steps=1.0)")
+        >>> ramp = "LinearSchedule(steps=1.0)"
+        >>> spec = InjectionSpec("Dropout(p=0.2)", layers="0", schedule=ramp)
         >>> model = nn.Sequential(nn.Linear(2, 2))
         >>> drop = inject(model, spec, total_steps=100)
         >>> drop

@@ -106,7 +106,8 @@ def inject(
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
-        >>> drop = inject(model, DropBlock(p=0.2, block_size=3), layers=nn.Conv2d, schedule=LinearSchedule(steps=10))
+        >>> block, ramp = DropBlock(p=0.2, block_size=3), LinearSchedule(steps=10)
+        >>> drop = inject(model, block, layers=nn.Conv2d, schedule=ramp)
         >>> drop.step(5)
         >>> drop
         <Injection 'dropblock': 2 sites, p=0.1 of 0.2, step 5 of LinearSchedule(steps=10)>
@@ -139,7 +140,8 @@ def plan(
     Printing the plan shows a table. `layers` shows what there is to choose from.
 
     Example:
-        >>> print(plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Dropout(p=0.1), layers="*", p_scale="depth"))
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> print(plan(model, Dropout(p=0.1), layers="*", p_scale="depth"))
         2 sites of Sequential
         site  type       p  regularizer
         ----  ------  ----  --------------
@@ -188,7 +190,8 @@ def layers(model: nn.Module, example_input: Any = None, *, only: Entries | None 
         LayerError: an entry of `only` matches nothing.
 
     Example:
-        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+        >>> conv, linear = nn.Conv2d(3, 8, 3), nn.Linear(8 * 36, 10)
+        >>> model = nn.Sequential(conv, nn.ReLU(), nn.Flatten(), linear)
         >>> layers(model, torch.zeros(2, 3, 8, 8))
         layers of Sequential, example: example_input (2, 3, 8, 8) float32
         layer  type     shape    calls  what fits

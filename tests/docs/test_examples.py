@@ -274,8 +274,10 @@ def test_demo_plans_ramps_removes_trains_and_writes_a_page(demo: ModuleType, tmp
     page = demo.main(["--out", str(tmp_path), "--seeds", "1", "--epochs", "1", "--workers", "1"]).read_text()
     printed = capsys.readouterr().out
     rates = [tuple(map(float, pair)) for pair in re.findall(r"p = (\S+), measured (\S+)", printed)]
-    assert [asked for requested, _ in rates] == [0.0, 0.05, 0.1]
-    assert all(measured == pytest.approx(requested, rel=0.2) for requested, measured in rates)  # over three standard errors
+    assert [requested for requested, _ in rates] == [0.0, 0.05, 0.1]
+    assert all(
+        measured == pytest.approx(requested, rel=0.2) for requested, measured in rates
+    )  # over three standard errors
     assert "layer3.5.bn2" in page
     assert printed.count("are bit-equal") == page.count("are bit-equal") == 1
     assert "1 of 1 trained models" in page

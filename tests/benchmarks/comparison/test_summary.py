@@ -134,7 +134,9 @@ def test_runs_that_learned_nothing_come_first(made: Made) -> None:
     for seed in range(8):
         made.change("none", seed, train_loss=[2.3, 2.2], accuracy=41.0)
     chance, hardly, *_ = words(made.cell())
-    assert chance.startswith("At the level of chance: 1 of 5 variants (none: 41.0 %). Always answering the most frequent")
+    assert chance.startswith(
+        "At the level of chance: 1 of 5 variants (none: 41.0 %). Always answering the most frequent"
+    )
     assert hardly.startswith("Hardly trained: the training loss of “none” went from 2.30 to 2.20 in 20 steps.")
 
 
