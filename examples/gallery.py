@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
             save(figure, folder / f"{name}.png")
         written.append(folder / f"{name}.png")
         heading = [line for line in text.splitlines() if line.startswith("#")][-1].strip("# ")
-        page.append(f'{text}\n\n![{heading}](gallery/{name}.png){{width="100%"}}\n')
+        page.append(f'{text}\n\n![{heading}](gallery/{name}.png)\n')
     (options.out / "gallery.md").write_text("\n".join(page))
     return written
 
