@@ -59,8 +59,8 @@ class InjectionSpec(metaclass=NamedArguments):
         >>> drop = inject(model, spec, total_steps=100)
         >>> drop
         <Injection 'dropout': 1 site, p=0 of 0.2, step 0 of LinearSchedule(steps=100)>
-        >>> drop.spec.to_dict()
-        {'regularizer': 'Dropout(p=0.2)', 'layers': ['0'], 'schedule': 'LinearSchedule(steps=100)', 'name': 'dropout'}
+        >>> drop.spec.to_dict()["schedule"]
+        'LinearSchedule(steps=100)'
     """
 
     regularizer: Any

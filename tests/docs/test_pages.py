@@ -13,6 +13,7 @@ from tests.support.code_blocks import blocks_of, matches, run
 from tests.support.programs import ROOT
 
 README = ROOT / "README.md"
+BENCHMARKS = ROOT / "benchmarks" / "README.md"  # a part of docs/evidence/comparison.md
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)
 
 NOT_IN_DEV = {
@@ -151,7 +152,9 @@ WIDER = {"docs/methods/index.md"}
 """Pages whose program is still wider."""
 
 
-@pytest.mark.parametrize("page", [page for page in [README, *PAGES] if name_of(page) not in WIDER], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [page for page in [README, BENCHMARKS, *PAGES] if name_of(page) not in WIDER], ids=name_of
+)
 def test_code_fits_beside_the_sidebars(page: Path) -> None:
     wide = []
     for kind, text in FENCE.findall(page.read_text()):
