@@ -9,9 +9,7 @@ takes a minute on one core and draws the same figures each time.
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -148,7 +146,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
             save(figure, folder / f"{name}.png")
         written.append(folder / f"{name}.png")
         heading = [line for line in text.splitlines() if line.startswith("#")][-1].strip("# ")
-        page.append(f'{text}\n\n![{heading}](gallery/{name}.png){{width="100%"}}\n')
+        page.append(f"{text}\n\n![{heading}](gallery/{name}.png)\n")
     (options.out / "gallery.md").write_text("\n".join(page))
     return written
 
@@ -175,20 +173,17 @@ def sections(folder: Path) -> Iterator[tuple[str, str, Figure | None]]:
     for name, (text, view) in EXAMPLES.items():
         others = [other for other, drawn in SAME_FIGURE.items() if drawn == name]
         note = f" on {view.note}" if view.note else ""
-        regularizer = parse(text)
-        head = f"{title}### {', '.join([name, *others])}\n\n{what(regularizer)} `{text}`{note}."
-        yield slug(name), head, before_and_after(regularizer, images, view)
+        head = f"{title}### {', '.join([name, *others])}\n\n`{text}`{note}."
+        yield slug(name), head, before_and_after(parse(text), images, view)
         title = ""
-    head = (
-        f"### LayerDrop\n\n{what(parse(LAYER_DROP))} `{LAYER_DROP}` on a layer that inverts colors: two forward passes."
-    )
+    head = f"### LayerDrop\n\n`{LAYER_DROP}` on a layer that inverts colors: two forward passes."
     yield "layerdrop", head, draw_layer_drop(images)
     title = (
         "## Gradient regularizers\n\nThe forward pass is unchanged. These modify the gradient in the backward pass.\n\n"
     )
     for name, texts in GRADIENTS.items():
         calls = " and ".join(f"`{text}`" for text in texts)
-        yield slug(name), f"{title}### {name}\n\n{what(parse(texts[0]))} {calls}.", draw_gradients(texts)
+        yield slug(name), f"{title}### {name}\n\n{calls}.", draw_gradients(texts)
         title = ""
     calls = " and ".join(f"`{text}`" for text in PENALTIES)
     title = "## Penalties\n\nThey add a term to the loss.\n\n"
@@ -211,12 +206,6 @@ SEE = """## Observing
 
 `examples/see.py`: a schedule, the masks of DropBlock in a training step (`drop.recording()`), and Grad-CAM of two
 trained models (`observe.compare_cam`)."""
-
-
-def what(regularizer: Regularizer) -> str:
-    """The first sentence of its docstring."""
-    text = " ".join((inspect.getdoc(type(regularizer)) or "").partition("\n\n")[0].split())
-    return re.split(r"(?<=[.:]) (?=[A-Z`])", text)[0].rstrip(":.") + "."
 
 
 def slug(name: str) -> str:

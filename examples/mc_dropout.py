@@ -158,7 +158,7 @@ def verdict(errors: int, interval: list[float]) -> str:
     if not interval:
         return "there are no errors to rank: try fewer --train-images or --steps"
     low, high = interval
-    result = "better than" if low > 0 else "worse than" if high < 0 else "not distinguishable from"
+    result = "better than" if low > 0 else "worse than" if high < 0 else "not clearly different from"
     return (
         f"MC entropy ranks these {errors} errors {result} softmax entropy "
         f"(difference in AUROC, 95% interval: {low:+.3f} to {high:+.3f})"

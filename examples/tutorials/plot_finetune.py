@@ -93,7 +93,7 @@ def accuracy(model):
 
 
 def finetune(seed, layers):
-    """Fine-tune a copy of the model; return it, its loss at each step, and its accuracy after every tenth step."""
+    """Fine-tune a copy; return it, its losses, and its accuracy at every tenth step."""
     tuned = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(tuned.parameters(), lr=2e-3)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
@@ -114,19 +114,30 @@ def finetune(seed, layers):
     return tuned, losses, accuracies
 
 
-arms = {"without": None, "at the ends of branches": "layer[12].*.bn2", "at the outputs of blocks": "layer[12].*"}
-runs = {name: [finetune(seed, layers) for seed in range(2)] for name, layers in arms.items()}
+variants = {
+    "without": None,
+    "at the ends of branches": "layer[12].*.bn2",
+    "at the outputs of blocks": "layer[12].*",
+}
+runs = {
+    name: [finetune(seed, layers) for seed in range(2)]
+    for name, layers in variants.items()
+}
 
 # %%
 # Curves
 # ------
 
-figure, rows = plt.subplots(2, 2, figsize=(8, 6), layout="constrained", sharex=True, sharey="row")
-figure.suptitle("Fine-tuning without DropBlock, and with DropBlock in two places", fontsize=11)
+figure, rows = plt.subplots(
+    2, 2, figsize=(8, 6), layout="constrained", sharex=True, sharey="row"
+)
+figure.suptitle(
+    "Fine-tuning without DropBlock, and with DropBlock in two places", fontsize=11
+)
 styles = ({"linewidth": 4, "alpha": 0.5}, {"linestyle": "--"}, {})
 for seed, (upper, lower) in enumerate(rows.T):
-    for (name, of_arm), style in zip(runs.items(), styles, strict=True):
-        _, losses, accuracies = of_arm[seed]
+    for (name, of_variant), style in zip(runs.items(), styles, strict=True):
+        _, losses, accuracies = of_variant[seed]
         upper.plot(range(1, 51), losses, label=name, **style)
         lower.plot(range(0, 51, 10), accuracies, **style)
     upper.set(title=f"seed {seed}", ylabel="training loss", yscale="log")
@@ -134,9 +145,14 @@ for seed, (upper, lower) in enumerate(rows.T):
 upper.legend(fontsize=9)
 plt.show()
 
-for name, of_arm in runs.items():
+for name, of_variant in runs.items():
     print(
-        f"{name:25}", *(f"seed {seed}: {accuracies[-1]:.1%}" for seed, (*_, accuracies) in enumerate(of_arm)), sep="  "
+        f"{name:25}",
+        *(
+            f"seed {seed}: {accuracies[-1]:.1%}"
+            for seed, (*_, accuracies) in enumerate(of_variant)
+        ),
+        sep="  ",
     )
 
 # %%
@@ -151,8 +167,8 @@ for name, of_arm in runs.items():
 # from the same pretrained network. Change ``range(50)`` to ``range(60)`` in the pretraining above: in our runs, that
 # made DropBlock at the outputs of the blocks the worst of the three instead of the best. Besides, nothing was tuned.
 #
-# To compare regularizers, use several seeds, the same tuning budget for every arm, and an interval for the difference.
-# The tool in :doc:`/evidence/comparison` does this, and :doc:`/evidence/results` has its results.
+# To compare regularizers, use several seeds, the same tuning budget for every variant, and an interval for the
+# difference. The tool in :doc:`/evidence/comparison` does this, and :doc:`/evidence/results` has its results.
 #
 # The weights are those of a plain timm model
 # -------------------------------------------

@@ -43,7 +43,12 @@ torch.manual_seed(0)
 # its output is a map of shape (N, C, H, W) = (2, 4, 64, 64). Its weights are positive, so that the map looks like the
 # photographs and 0 is black.
 
-photos = torch.stack([torch.tensor(photo).permute(2, 0, 1) / 255 for photo in load_sample_images().images])
+photos = torch.stack(
+    [
+        torch.tensor(photo).permute(2, 0, 1) / 255
+        for photo in load_sample_images().images
+    ]
+)
 photos = nn.functional.interpolate(photos[:, :, 40:424, 120:504], 64, mode="area")
 model = nn.Sequential(nn.Conv2d(3, 4, kernel_size=1, bias=False))
 nn.init.uniform_(model[0].weight, 0.2, 1.0)
@@ -51,15 +56,26 @@ nn.init.uniform_(model[0].weight, 0.2, 1.0)
 
 def sheet(x):
     """Tile a map (N, C, H, W): a row for each sample, a column for each channel."""
-    tiles = make_grid(x.flatten(0, 1)[:, None].float(), nrow=x.shape[1], padding=2, pad_value=float("nan"))
+    tiles = make_grid(
+        x.flatten(0, 1)[:, None].float(),
+        nrow=x.shape[1],
+        padding=2,
+        pad_value=float("nan"),
+    )
     return tiles[0].numpy()
 
 
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-figure.suptitle("The feature map: one row for each photograph, one column for each channel", fontsize=11)
+figure.suptitle(
+    "The feature map: one row for each photograph, one column for each channel",
+    fontsize=11,
+)
 with torch.no_grad():
     axes.imshow(sheet(model(photos)), cmap="gray", vmin=0)
-axes.set(xticks=[33 + 66 * i for i in range(4)], xticklabels=[f"channel {i}" for i in range(4)])
+axes.set(
+    xticks=[33 + 66 * i for i in range(4)],
+    xticklabels=[f"channel {i}" for i in range(4)],
+)
 axes.set(yticks=[33, 99], yticklabels=["sample 0", "sample 1"])
 plt.show()
 
@@ -72,20 +88,35 @@ plt.show()
 
 
 def draw(regularizers, title):
-    figure, rows = plt.subplots(len(regularizers), 3, figsize=(8, 1.55 * len(regularizers)), layout="constrained")
+    figure, rows = plt.subplots(
+        len(regularizers),
+        3,
+        figsize=(8, 1.55 * len(regularizers)),
+        layout="constrained",
+    )
     figure.suptitle(title, fontsize=11)
     for row, regularizer in zip(rows, regularizers, strict=True):
-        torch.manual_seed(4)  # a seed with which each regularizer changes this small batch
-        with inject(model, regularizer, layers="0") as drop, drop.recording() as recorded, torch.no_grad():
+        torch.manual_seed(
+            4
+        )  # a seed with which each regularizer changes this small batch
+        with (
+            inject(model, regularizer, layers="0") as drop,
+            drop.recording() as recorded,
+            torch.no_grad(),
+        ):
             model(photos)
         record = recorded["0"]
         scale = {"cmap": "gray", "vmin": 0, "vmax": 1.25 * record.before.max().item()}
         row[0].imshow(sheet(record.before), **scale)
         if record.drops:
             row[1].imshow(sheet(record.mask), cmap="gray", vmin=0, vmax=1)
-            row[1].set_title(f"mask, {record.dropped:.0%} dropped", fontsize=9, loc="right")
+            row[1].set_title(
+                f"mask, {record.dropped:.0%} dropped", fontsize=9, loc="right"
+            )
         else:
-            row[1].imshow(sheet(record.after - record.before), cmap="RdBu_r", vmin=-1, vmax=1)
+            row[1].imshow(
+                sheet(record.after - record.before), cmap="RdBu_r", vmin=-1, vmax=1
+            )
             row[1].set_title("change (red: more, blue: less)", fontsize=9, loc="right")
         row[2].imshow(sheet(record.after), **scale)
         row[0].set_title(str(regularizer), fontsize=9, loc="left")
@@ -126,7 +157,10 @@ draw(
 # ``AlphaDropout`` and ``FeatureAlphaDropout`` set elements or channels to the negative saturation of SELU, then restore
 # mean and variance. They are made for networks with SELU.
 
-draw([AlphaDropout(p=0.2), FeatureAlphaDropout(p=0.2)], "Before, mask (black: dropped) and after, with AlphaDropout")
+draw(
+    [AlphaDropout(p=0.2), FeatureAlphaDropout(p=0.2)],
+    "Before, mask (black: dropped) and after, with AlphaDropout",
+)
 
 # %%
 # Regularizers that drop nothing
@@ -135,7 +169,12 @@ draw([AlphaDropout(p=0.2), FeatureAlphaDropout(p=0.2)], "Before, mask (black: dr
 # These change values instead. The picture in the middle is the difference between after and before.
 
 draw(
-    [GaussianNoise(std=0.3), GaussianDropout(p=0.2), UniformNoise(beta=0.5), MixStyle(p=1.0)],
+    [
+        GaussianNoise(std=0.3),
+        GaussianDropout(p=0.2),
+        UniformNoise(beta=0.5),
+        MixStyle(p=1.0),
+    ],
     "Before, change and after",
 )
 
@@ -153,7 +192,11 @@ draw(
 
 embed = timm.layers.PatchEmbed(img_size=64, patch_size=8, embed_dim=24)
 for regularizer in (TokenDropout(p=0.2, prefix=1), LockedDropout(p=0.2, time_dim=1)):
-    with inject(embed, regularizer, layers="norm") as drop, drop.recording() as recorded, torch.no_grad():
+    with (
+        inject(embed, regularizer, layers="norm") as drop,
+        drop.recording() as recorded,
+        torch.no_grad(),
+    ):
         embed(photos)
     figure = plt.figure(figsize=(8, 3), layout="constrained")
     recorded.plot_features(figure=figure)
@@ -189,14 +232,21 @@ for library, fractions in measured.items():
 # %%
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
 figure.suptitle("Fraction that DropBlock drops, by the size of the map", fontsize=11)
-for (library, fractions), style in zip(measured.items(), ("o-", "s--", "^:"), strict=True):
+for (library, fractions), style in zip(
+    measured.items(), ("o-", "s--", "^:"), strict=True
+):
     axes.plot(sizes, fractions, style, label=library)
 axes.axhline(0.1, color="gray", linewidth=1)
-axes.set(xlabel="height and width of the map", ylabel="dropped fraction", yscale="log", xticks=sizes)
+axes.set(
+    xlabel="height and width of the map",
+    ylabel="dropped fraction",
+    yscale="log",
+    xticks=sizes,
+)
 ticks = [0.08, 0.1, 0.15, 0.2, 0.5, 1.0]
 axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
 axes.minorticks_off()
-axes.legend(title="asked: 0.1, blocks of 7")
+axes.legend(title="requested: 0.1, blocks of 7")
 plt.show()
 
 # %%

@@ -61,8 +61,10 @@ with drop.sampling():
 
 right = once.argmax(dim=1) == test_y
 print(f"samples x images x classes: {tuple(samples.shape)}")
-print(f"accuracy: {right.float().mean():.1%}, {int((~right).sum())} of {len(test_y)} are wrong")
-print(f"accuracy of the mean of the samples: {(samples.mean(dim=0).argmax(dim=1) == test_y).float().mean():.1%}")
+wrong = int((~right).sum())
+print(f"accuracy: {right.float().mean():.1%}, {wrong} of {len(test_y)} are wrong")
+of_mean = (samples.mean(dim=0).argmax(dim=1) == test_y).float().mean()
+print(f"accuracy of the mean of the samples: {of_mean:.1%}")
 
 # %%
 # Entropy
@@ -79,10 +81,25 @@ def entropy(probabilities):
 uncertainty = entropy(samples.mean(dim=0))
 
 figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
-figure.suptitle("Entropy of the mean prediction, for right and wrong predictions", fontsize=11)
-for name, group, color in (("right", uncertainty[right], "tab:blue"), ("wrong", uncertainty[~right], "tab:red")):
-    weights = torch.full_like(group, 1 / len(group))  # fractions, because there are many more right predictions
-    axes.hist(group.numpy(), bins=20, range=(0, 2.3), weights=weights.numpy(), alpha=0.6, color=color, label=name)
+figure.suptitle(
+    "Entropy of the mean prediction, for right and wrong predictions", fontsize=11
+)
+for name, group, color in (
+    ("right", uncertainty[right], "tab:blue"),
+    ("wrong", uncertainty[~right], "tab:red"),
+):
+    weights = torch.full_like(
+        group, 1 / len(group)
+    )  # fractions, because there are many more right predictions
+    axes.hist(
+        group.numpy(),
+        bins=20,
+        range=(0, 2.3),
+        weights=weights.numpy(),
+        alpha=0.6,
+        color=color,
+        label=name,
+    )
 axes.set(xlabel="entropy in nats", ylabel="fraction of the group")
 axes.legend(title="prediction")
 plt.show()
@@ -99,13 +116,19 @@ print(f"mean entropy of wrong predictions: {uncertainty[~right].mean():.2f} nats
 # The least and the most certain images, with the probabilities of all samples. A dot is one sample.
 
 order = uncertainty.argsort(descending=True)
-figure, rows = plt.subplots(2, 4, figsize=(8, 4), layout="constrained", height_ratios=(1, 1.4))
+figure, rows = plt.subplots(
+    2, 4, figsize=(8, 4), layout="constrained", height_ratios=(1, 1.4)
+)
 figure.suptitle(
-    "Two uncertain images (left) and two certain ones (right): pixels and sampled probabilities", fontsize=11
+    "Two uncertain images (left) and two certain ones (right): "
+    "pixels and sampled probabilities",
+    fontsize=11,
 )
 for (picture, dots), image in zip(rows.T, [*order[:2], *order[-2:]], strict=True):
     picture.imshow(test_x[image, 0].numpy(), cmap="gray")
-    picture.set_title(f"a {test_y[image]}, predicted {once[image].argmax()}", fontsize=9)
+    picture.set_title(
+        f"a {test_y[image]}, predicted {once[image].argmax()}", fontsize=9
+    )
     picture.set_axis_off()
     classes = torch.arange(10).expand(len(samples), 10)
     dots.scatter(classes.numpy(), samples[:, image].numpy(), s=8, alpha=0.5)
@@ -124,10 +147,14 @@ plt.show()
 figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
 figure.suptitle("Accuracy among the most certain images", fontsize=11)
 kept = torch.arange(50, 501)
-for name, values, style in (("20 samples", uncertainty, "-"), ("one prediction", entropy(once), "--")):
+for name, values, style in (
+    ("20 samples", uncertainty, "-"),
+    ("one prediction", entropy(once), "--"),
+):
     accuracies = right[values.argsort()].cumsum(0)[kept - 1] / kept
     axes.plot((kept / 5).numpy(), accuracies.numpy(), style, label=name)
-    print(f"AUROC for errors, {name}: {roc_auc_score((~right).numpy(), values.numpy()):.3f}")
+    auroc = roc_auc_score((~right).numpy(), values.numpy())
+    print(f"AUROC for errors, {name}: {auroc:.3f}")
 axes.set(xlabel="images kept, in percent", ylabel="accuracy")
 axes.legend(title="entropy of")
 plt.show()
@@ -147,13 +174,20 @@ plt.show()
 before = copy.deepcopy(model.state_dict())
 with drop.sampling():
     predict(model, test_x)
-unchanged = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+unchanged = all(
+    torch.equal(value, before[name]) for name, value in model.state_dict().items()
+)
 print(f"state_dict unchanged after sampling: {unchanged}")
-print(f"prediction unchanged after sampling: {torch.equal(predict(model, test_x), once)}")
+print(
+    f"prediction unchanged after sampling: {torch.equal(predict(model, test_x), once)}"
+)
 
 in_train_mode = copy.deepcopy(model).train()
 predict(in_train_mode, test_x)
-unchanged = all(torch.equal(value, before[name]) for name, value in in_train_mode.state_dict().items())
+unchanged = all(
+    torch.equal(value, before[name])
+    for name, value in in_train_mode.state_dict().items()
+)
 print(f"state_dict unchanged after a forward in train mode: {unchanged}")
 
 drop.remove()

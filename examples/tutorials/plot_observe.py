@@ -59,7 +59,12 @@ def train(model, steps, follow=lambda optimizer: None):
         optimizer.zero_grad()
 
 
-drop = inject(regularized, DropBlock(p=0.3, block_size=3), layers="block3", schedule=LinearSchedule(steps=200))
+drop = inject(
+    regularized,
+    DropBlock(p=0.3, block_size=3),
+    layers="block3",
+    schedule=LinearSchedule(steps=200),
+)
 with observe.statistics(without, "block*.*") as health:
     train(without, 200)
 train(regularized, 200, drop.follow)
@@ -78,7 +83,9 @@ print(health.doubts() or "no doubts")
 
 figure = plt.figure(figsize=(8, 3), layout="constrained")
 health.plot(figure=figure)
-figure.suptitle("Dead units, spread and gradients of the layers of a training", fontsize=11)
+figure.suptitle(
+    "Dead units, spread and gradients of the layers of a training", fontsize=11
+)
 plt.show()
 
 with observe.capture(without, "block2", what=("output", "gradient")) as seen:
@@ -109,7 +116,9 @@ print(observe.compare(regularized, test_x, drop, "block*"))
 
 figure = plt.figure(figsize=(8, 4), layout="constrained")
 recorded.plot_features(sample=1, channels=6, figure=figure)
-figure.suptitle("DropBlock in a training step: before, mask and after of six channels", fontsize=11)
+figure.suptitle(
+    "DropBlock in a training step: before, mask and after of six channels", fontsize=11
+)
 plt.show()
 
 # %%
@@ -123,11 +132,15 @@ plt.show()
 maps = observe.compare_cam(without, regularized, test_x, "block3", target=test_y)
 figure = plt.figure(figsize=(8, 4.5), layout="constrained")
 maps.plot(6, figure=figure)
-figure.suptitle("Grad-CAM of six digits: trained without (before) and with DropBlock (after)", fontsize=11)
+figure.suptitle(
+    "Grad-CAM of six digits: trained without (before) and with DropBlock (after)",
+    fontsize=11,
+)
 plt.show()
 
 wide = [float(fractions.mean()) for fractions in (maps.wide_before, maps.wide_after)]
-print(f"mean image area with Grad-CAM above half of its maximum: {wide[0]:.1%} without, {wide[1]:.1%} with DropBlock")
+print("mean image area with Grad-CAM above half of its maximum:", end=" ")
+print(f"{wide[0]:.1%} without, {wide[1]:.1%} with DropBlock")
 
 # %%
 # Two small networks neither confirm nor refute the observation of the paper: the area also changes with the seed and

@@ -66,7 +66,10 @@ plt.show()
 #
 # ``ChainedSchedule`` runs schedules one after another, here a ramp up and a ramp down:
 
-up_and_down = ChainedSchedule([LinearSchedule(steps=50), LinearSchedule(steps=50, start=1.0, end=0.2)], milestones=[50])
+up_and_down = ChainedSchedule(
+    [LinearSchedule(steps=50), LinearSchedule(steps=50, start=1.0, end=0.2)],
+    milestones=[50],
+)
 figure = plt.figure(figsize=(8, 3), layout="constrained")
 figure.suptitle("A chained schedule: up, then down to 20 %", fontsize=11)
 plot_schedule(up_and_down, 120, figure=figure).axes[0].set_title("")
@@ -79,7 +82,10 @@ plt.show()
 # The model is a small convolutional network for the digits of scikit-learn. DropBlock acts on its last map.
 
 digits = load_digits()
-images, labels = torch.tensor(digits.images / 16, dtype=torch.float32)[:, None], torch.tensor(digits.target)
+images, labels = (
+    torch.tensor(digits.images / 16, dtype=torch.float32)[:, None],
+    torch.tensor(digits.target),
+)
 layers = {
     "stem": Conv2dNormActivation(1, 16),
     "body": Conv2dNormActivation(16, 32),
@@ -89,7 +95,12 @@ layers = {
 }
 model = nn.Sequential(OrderedDict(layers))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-drop = inject(model, DropBlock(p=0.2, block_size=3), layers="body", schedule=LinearSchedule(steps=60))
+drop = inject(
+    model,
+    DropBlock(p=0.2, block_size=3),
+    layers="body",
+    schedule=LinearSchedule(steps=60),
+)
 print(drop)
 
 # %%
@@ -104,7 +115,7 @@ drop.follow(optimizer)
 
 
 def train(batches):
-    """Train the model, and return the metrics and the dropped fraction of each batch."""
+    """Train the model; return the metrics and the dropped fraction of each batch."""
     log = []
     for batch in range(1, batches + 1):
         chosen = torch.randint(len(images), (32,))
@@ -130,7 +141,9 @@ print(drop)
 # are the fractions that the loop dropped.
 
 figure = plt.figure(figsize=(8, 4), layout="constrained")
-figure.suptitle("The planned rate (line), and what each batch dropped (dots)", fontsize=11)
+figure.suptitle(
+    "The planned rate (line), and what each batch dropped (dots)", fontsize=11
+)
 plot_schedule(drop, 100, figure=figure)
 steps = [row["hookdrop/dropblock/step"] for row in log]
 figure.axes[0].scatter(steps, [row["dropped"] for row in log], s=10, color="tab:orange")
@@ -138,9 +151,9 @@ figure.axes[0].set_ylim(0, 0.24)
 plt.show()
 
 after_ramp = log[120:]
-asked = sum(row["hookdrop/dropblock/p"] for row in after_ramp) / len(after_ramp)
+requested = sum(row["hookdrop/dropblock/p"] for row in after_ramp) / len(after_ramp)
 dropped = sum(row["dropped"] for row in after_ramp) / len(after_ramp)
-print(f"after the ramp: asked {asked:.3f}, dropped {dropped:.3f}")
+print(f"after the ramp: requested {requested:.3f}, dropped {dropped:.3f}")
 
 # %%
 # The dots scatter, because each batch draws new masks; their mean follows the line. 160 batches are 80 steps here. A
@@ -164,7 +177,9 @@ log += train(40)
 
 figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
 figure.suptitle("The rate of each step, from drop.metrics()", fontsize=11)
-steps, rates = ([row[f"hookdrop/dropblock/{key}"] for row in log] for key in ("step", "p"))
+steps, rates = (
+    [row[f"hookdrop/dropblock/{key}"] for row in log] for key in ("step", "p")
+)
 axes.step(steps, rates, where="post")
 axes.text(100, 0.105, "target_p = 0.1")
 axes.text(121, 0.005, "disabled")
@@ -179,9 +194,17 @@ plt.show()
 # stochastic depth. The schedule multiplies all of them.
 
 vit = timm.create_model("test_vit", num_classes=10)
-paths = inject(vit, DropPath(p=0.3), layers="blocks.*.mlp", p_scale="depth", schedule=CosineSchedule(steps=100))
+paths = inject(
+    vit,
+    DropPath(p=0.3),
+    layers="blocks.*.mlp",
+    p_scale="depth",
+    schedule=CosineSchedule(steps=100),
+)
 figure = plt.figure(figsize=(8, 4), layout="constrained")
-figure.suptitle("Rates of DropPath in a vision transformer, with p_scale='depth'", fontsize=11)
+figure.suptitle(
+    "Rates of DropPath in a vision transformer, with p_scale='depth'", fontsize=11
+)
 plot_schedule(paths, 150, figure=figure)
 plt.show()
 paths.remove()
@@ -194,7 +217,12 @@ paths.remove()
 # regularizer. hookdrop notices that weights change while the schedule stands still, and warns:
 
 drop.remove()
-drop = inject(model, DropBlock(p=0.2, block_size=3), layers="body", schedule=LinearSchedule(steps=60))
+drop = inject(
+    model,
+    DropBlock(p=0.2, block_size=3),
+    layers="body",
+    schedule=LinearSchedule(steps=60),
+)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     train(60)
@@ -210,7 +238,12 @@ print(caught[0].message)
 drop.seek(30)
 state = drop.state_dict()
 drop.remove()
-drop = inject(model, DropBlock(p=0.2, block_size=3), layers="body", schedule=LinearSchedule(steps=60))
+drop = inject(
+    model,
+    DropBlock(p=0.2, block_size=3),
+    layers="body",
+    schedule=LinearSchedule(steps=60),
+)
 drop.load_state_dict(state)
 print(drop)
 drop.remove()

@@ -403,8 +403,8 @@ class Injection:
             >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
             >>> drop = inject(model, Dropout(p=0.2), layers="1")
             >>> found = drop.predict(torch.randn(4, 8), samples=50)
-            >>> found.mean.shape, found.entropy.shape, bool((found.mutual_information <= found.entropy).all())
-            (torch.Size([4, 3]), torch.Size([4]), True)
+            >>> found.mean.shape, found.entropy.shape
+            (torch.Size([4, 3]), torch.Size([4]))
 
         Reference: Gal & Ghahramani 2016, "Dropout as a Bayesian approximation", arXiv:1506.02142; Houlsby et al. 2011,
         "Bayesian active learning for classification and preference learning", arXiv:1112.5745 (mutual information).
@@ -483,7 +483,8 @@ class Injection:
             >>> drop = inject(model, DropBlock(p=0.2, block_size=3), layers="1")
             >>> with drop.recording() as r:
             ...     _ = model(torch.randn(2, 3, 16, 16))
-            >>> r["1"].before.shape, r["1"].mask.dtype, bool((r["1"].after[~r["1"].mask] == 0).all())
+            >>> before, mask, after = r["1"].before, r["1"].mask, r["1"].after
+            >>> before.shape, mask.dtype, bool((after[~mask] == 0).all())
             (torch.Size([2, 8, 14, 14]), torch.bool, True)
             >>> r.totals.calls
             1

@@ -86,7 +86,8 @@ def inject(
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
-        >>> drop = inject(model, DropBlock(p=0.2, block_size=3), layers=nn.Conv2d, schedule=LinearSchedule(steps=10))
+        >>> block, ramp = DropBlock(p=0.2, block_size=3), LinearSchedule(steps=10)
+        >>> drop = inject(model, block, layers=nn.Conv2d, schedule=ramp)
         >>> drop.step(5)
         >>> drop
         <Injection 'dropblock': 2 sites, p=0.1 of 0.2, step 5 of LinearSchedule(steps=10)>
@@ -119,7 +120,8 @@ def plan(
     Printing the plan shows a table. `layers` shows what there is to choose from.
 
     Example:
-        >>> print(plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Dropout(p=0.1), layers="*", p_scale="depth"))
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> print(plan(model, Dropout(p=0.1), layers="*", p_scale="depth"))
         2 sites of Sequential
         site  type       p  regularizer
         ----  ------  ----  --------------

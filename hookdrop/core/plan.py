@@ -262,7 +262,7 @@ def _run_recipe(plan: Plan, recipe: Recipe, lazy: Any, given: bool) -> list[Entr
     if not chosen:
         raise LayerError(f"`exclude` removes every site of {name} ({len(found)}): nothing is left.")
     groups = recipe.groups(root, lazy, [site for site, _ in chosen])
-    by_recipe = recipe.p_scale if len(groups) > 1 else None  # a model of one block has the rate that was asked for
+    by_recipe = recipe.p_scale if len(groups) > 1 else None  # a model of one block has the requested rate
     wanted = by_recipe if spec.p_scale is None else spec.p_scale
     scales = [1.0] * len(groups) if wanted is None else rate_factors([everything[one] for one in groups], wanted)
     factors = dict(zip(groups, scales, strict=True))

@@ -164,8 +164,10 @@ class EarlySchedule(_Switch):
         linear: decrease linearly from 1 to 0 at the cutoff, instead of switching at once.
 
     Example:
-        >>> EarlySchedule(cutoff=2).simulate(4), EarlySchedule(cutoff=2, linear=True).simulate(4)
-        ([1.0, 1.0, 0.0, 0.0], [1.0, 0.5, 0.0, 0.0])
+        >>> EarlySchedule(cutoff=2).simulate(4)
+        [1.0, 1.0, 0.0, 0.0]
+        >>> EarlySchedule(cutoff=2, linear=True).simulate(4)
+        [1.0, 0.5, 0.0, 0.0]
 
     Reference: Liu et al. 2023, "Dropout reduces underfitting", arXiv:2303.01500.
     """

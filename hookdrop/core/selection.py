@@ -389,7 +389,7 @@ def _no_match_message(everything: list[Layer], entry: Entry, source: str) -> str
     if isinstance(entry, type):
         classes = sorted({type(layer.module).__name__ for layer in everything})
         hints = f"  available:    {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}\n"
-    return f"{source} {fact}.\n  asked for:    {entry_text(entry)}\n{hints}{_SEE_ALL}"
+    return f"{source} {fact}.\n  requested:    {entry_text(entry)}\n{hints}{_SEE_ALL}"
 
 
 def _suggestion(everything: list[Layer], text: str) -> str:

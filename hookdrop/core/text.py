@@ -44,7 +44,8 @@ def parse(text: str) -> Any:
     Example:
         >>> parse("DropBlock(p=0.2, block_size=5)")
         DropBlock(p=0.2, block_size=5)
-        >>> parse("ChainedSchedule([LinearSchedule(steps=2), ConstantSchedule(0.0)], [4])").simulate(6)
+        >>> schedule = parse("ChainedSchedule([LinearSchedule(2), ConstantSchedule(0.0)], [4])")
+        >>> schedule.simulate(6)
         [0.0, 0.5, 1.0, 1.0, 0.0, 0.0]
     """
     return read(text)

@@ -63,7 +63,7 @@ MESSAGES = {
     "before_batch_norm": (
         "{counted} directly before a batch norm at p >= 0.3: {sites}.\n"
         "  its running statistics would be those of dropped activations, which eval does not have (arXiv:1801.05134): "
-        "hook the norm instead."
+        "attach it to the batch norm instead."
     ),
     "already_drops": (
         "{title} at {site!r}: {other!r} already drops there ({key}={rate:g}){more}.\n"

@@ -32,7 +32,8 @@ class InjectionCallback(Placement, Callback):  # type: ignore[misc]
         TypeError, ValueError: a spec is invalid.
 
     Example:
-        >>> callback = InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers="1", schedule="LinearSchedule(1.0)"))
+        >>> spec = InjectionSpec("Dropout(p=0.1)", layers="1", schedule="LinearSchedule(1.0)")
+        >>> callback = InjectionCallback(spec)
         >>> callback.injection is None  # the handle, during a fit
         True
     """

@@ -40,7 +40,8 @@ class InjectionCallback(Placement, Callback):
         TypeError, ValueError: a spec is invalid.
 
     Example:
-        >>> InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers="head", schedule="LinearSchedule(steps=1.0)"))
+        >>> ramp = "LinearSchedule(steps=1.0)"
+        >>> InjectionCallback(InjectionSpec("Dropout(p=0.1)", layers="head", schedule=ramp))
         <InjectionCallback: 1 spec>
     """
 

@@ -38,7 +38,8 @@ class InjectionCallback(Placement, TrainerCallback, ExportableState):
         StateError: a setting is not a plain value, as the Trainer's checkpoints require.
 
     Example:
-        >>> InjectionCallback(InjectionSpec("residual_dropout(p=0.1)", schedule="LinearSchedule(steps=1.0)"))
+        >>> ramp = "LinearSchedule(steps=1.0)"
+        >>> InjectionCallback(InjectionSpec("residual_dropout(p=0.1)", schedule=ramp))
         <InjectionCallback: 1 spec>
     """
 

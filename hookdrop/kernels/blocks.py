@@ -173,7 +173,8 @@ def gamma_for(sizes: tuple[int, ...], blocks: tuple[int, ...], p: float, how: st
     """Return the probability that a position where a whole block fits is a seed, so that blocks cover a fraction `p`.
 
     Example:
-        >>> round(gamma_for((14, 14), (7, 7), 0.5) / gamma_for((14, 14), (7, 7), 0.5, "paper"), 2)
+        >>> exact, paper = (gamma_for((14, 14), (7, 7), 0.5, of) for of in ("exact", "paper"))
+        >>> round(exact / paper, 2)
         1.68
     """
     if p in (0.0, 1.0) or 0 in sizes:

@@ -114,7 +114,7 @@ class Measurement(Effect):
         return [*(effect.row(name) for name, effect in self.sites.items()), self.row("all")]
 
     def __repr__(self) -> str:
-        lines = [text_table(("site", "asked", "dropped", "mean ratio", "calls"), self.rows())]
+        lines = [text_table(("site", "requested", "dropped", "mean ratio", "calls"), self.rows())]
         if self.eval_identical is not None:
             lines.append(f"eval output {'' if self.eval_identical else 'NOT '}bit-identical with and without hooks")
         return "\n".join([*lines, self.note] if self.note else lines)

@@ -134,8 +134,9 @@ class layer_drop(Recipe):
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> size = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2, vocab_size=9)
-        >>> model = LlamaForCausalLM(LlamaConfig(**size, num_key_value_heads=2))
+        >>> size = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=16)
+        >>> heads = dict(num_attention_heads=2, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(**size, **heads, vocab_size=9))
         >>> [site.name for site in inject(model, layer_drop(p=0.2)).sites]
         ['model.layers.0', 'model.layers.1']
     """
@@ -182,8 +183,9 @@ class residual_dropout(Recipe):
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> size = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2, vocab_size=9)
-        >>> model = LlamaForCausalLM(LlamaConfig(**size, num_key_value_heads=2))
+        >>> size = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=16)
+        >>> heads = dict(num_attention_heads=2, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(**size, **heads, vocab_size=9))
         >>> drop = inject(model, residual_dropout(p=0.1))
         >>> [site.name for site in drop.sites][:2]
         ['model.layers.0.self_attn', 'model.layers.0.mlp']

@@ -40,13 +40,14 @@ class set_dropout(Recipe):
         ValueError, TypeError: a rate is out of range, or `p` has the wrong type.
 
     Example:
-        >>> model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1)
-        >>> with inject(model, set_dropout(p={"dropout?": 0.5}), example_input=torch.randn(2, 3, 4)):
-        ...     print([module.p for module in model.modules() if isinstance(module, nn.Dropout)])
-        [0.1, 0.5, 0.5]
+        >>> model, x = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1), torch.randn(2, 3, 4)
+        >>> with inject(model, set_dropout(p={"dropout?": 0.5}), example_input=x):
+        ...     print(model.dropout.p, model.dropout1.p, model.dropout2.p)
+        0.1 0.5 0.5
         >>> model.dropout1.p
         0.1
-        >>> drop = inject(model, set_dropout(), schedule=LinearSchedule(steps=10), example_input=torch.randn(2, 3, 4))
+        >>> ramp = LinearSchedule(steps=10)
+        >>> drop = inject(model, set_dropout(), schedule=ramp, example_input=x)
         >>> drop.seek(5)
         >>> model.dropout1.p
         0.05

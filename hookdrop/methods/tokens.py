@@ -171,8 +171,9 @@ class neftune(Recipe):
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> size = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2, vocab_size=9)
-        >>> model = LlamaForCausalLM(LlamaConfig(**size, num_key_value_heads=2))
+        >>> size = dict(num_hidden_layers=2, hidden_size=16, intermediate_size=16)
+        >>> heads = dict(num_attention_heads=2, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(LlamaConfig(**size, **heads, vocab_size=9))
         >>> inject(model, neftune(alpha=5))
         <Injection 'neftune': 1 site, alpha=5 of 5, step 0 of ConstantSchedule()>
         >>> plan(model, neftune(), on_existing="replace").sites[0].name

@@ -147,7 +147,8 @@ class DropBlock(DropRegularizer):
 
     Example:
         >>> _ = torch.manual_seed(3)
-        >>> DropBlock(p=0.3, block_size=3, per_channel=False, normalize=None)(torch.ones(1, 1, 5, 7))
+        >>> drop = DropBlock(p=0.3, block_size=3, per_channel=False, normalize=None)
+        >>> drop(torch.ones(1, 1, 5, 7))
         tensor([[[[1., 0., 0., 0., 0., 0., 1.],
                   [0., 0., 0., 0., 0., 0., 1.],
                   [0., 0., 0., 0., 0., 0., 1.],

@@ -171,7 +171,8 @@ def layers(model: nn.Module, example_input: Any = None, *, only: Entries | None 
         LayerError: an entry of `only` matches nothing.
 
     Example:
-        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+        >>> conv, linear = nn.Conv2d(3, 8, 3), nn.Linear(8 * 36, 10)
+        >>> model = nn.Sequential(conv, nn.ReLU(), nn.Flatten(), linear)
         >>> layers(model, torch.zeros(2, 3, 8, 8))
         layers of Sequential, example: example_input (2, 3, 8, 8) float32
         layer  type     shape    calls  what fits

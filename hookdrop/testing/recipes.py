@@ -37,7 +37,8 @@ def check_recipe(recipe: Recipe, model: nn.Module, example: Any, expected_failur
 
     Example:
         >>> from torchvision.models import resnet18
-        >>> check_recipe(recipes.stochastic_depth(p=0.2), resnet18(num_classes=2), torch.randn(2, 3, 32, 32))
+        >>> model, images = resnet18(num_classes=2), torch.randn(2, 3, 32, 32)
+        >>> check_recipe(recipes.stochastic_depth(p=0.2), model, images)
     """
     run_all(recipe_checks(recipe, model, example, expected_failures))
 

@@ -48,8 +48,10 @@ def seed_per_rank(seed: int | None = None, *, rank: int | None = None, group: di
             this process is not in `group`. Nothing was seeded.
 
     Example:
-        >>> seed_per_rank(0, rank=0) == seed_per_rank(0, rank=0) != seed_per_rank(0, rank=1) == torch.initial_seed()
+        >>> seed_per_rank(0, rank=0) == seed_per_rank(0, rank=0)
         True
+        >>> seed_per_rank(0, rank=0) == seed_per_rank(0, rank=1)
+        False
     """
     global _last
     if seed is None:

@@ -257,7 +257,7 @@ def test_verdict_depends_on_the_interval() -> None:
     same = mc_dropout.gain({"softmax entropy": noise, "MC entropy": noise}, wrong)
     assert "40 errors better than softmax" in mc_dropout.verdict(40, better)
     assert "40 errors worse than softmax" in mc_dropout.verdict(40, worse)
-    assert "40 errors not distinguishable from softmax" in mc_dropout.verdict(40, same)
+    assert "40 errors not clearly different from softmax" in mc_dropout.verdict(40, same)
     assert "there are no errors to rank" in mc_dropout.verdict(0, mc_dropout.gain({"MC entropy": good}, wrong & False))
     table = mc_dropout.error_ranking({"MC entropy": good}, wrong)["MC entropy"]
     assert list(table.values()) == [1.0, 1.0, 0.0]
@@ -274,8 +274,10 @@ def test_demo_plans_ramps_removes_trains_and_writes_a_page(demo: ModuleType, tmp
     page = demo.main(["--out", str(tmp_path), "--seeds", "1", "--epochs", "1", "--workers", "1"]).read_text()
     printed = capsys.readouterr().out
     rates = [tuple(map(float, pair)) for pair in re.findall(r"p = (\S+), measured (\S+)", printed)]
-    assert [asked for asked, _ in rates] == [0.0, 0.05, 0.1]
-    assert all(measured == pytest.approx(asked, rel=0.2) for asked, measured in rates)  # over three standard errors
+    assert [requested for requested, _ in rates] == [0.0, 0.05, 0.1]
+    assert all(
+        measured == pytest.approx(requested, rel=0.2) for requested, measured in rates
+    )  # over three standard errors
     assert "layer3.5.bn2" in page
     assert printed.count("are bit-equal") == page.count("are bit-equal") == 1
     assert "1 of 1 trained models" in page

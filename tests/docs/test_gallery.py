@@ -122,7 +122,7 @@ def test_schedules(run: Any) -> None:
     _, printed = run("plot_schedules", 5)
     assert "[0.0, 0.5, 1.0, 1.0]" in printed
     assert "p=0.2 of 0.2, step 80 of LinearSchedule(steps=60)" in printed
-    assert number(r"after the ramp: asked 0\.200, dropped ([\d.]+)", printed) == pytest.approx(0.2, abs=0.01)
+    assert number(r"after the ramp: requested 0\.200, dropped ([\d.]+)", printed) == pytest.approx(0.2, abs=0.01)
     assert "its schedule is not advancing, because nothing calls step(), seek() or follow()" in printed
     assert printed.endswith("p=0.1 of 0.2, step 30 of LinearSchedule(steps=60)>\n")
 

@@ -1,5 +1,6 @@
 """The blocks of the README and of every page run in order and print the documented output; links resolve; readers can use them."""
 
+import ast
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,6 +13,7 @@ from tests.support.code_blocks import blocks_of, matches, run
 from tests.support.programs import ROOT
 
 README = ROOT / "README.md"
+BENCHMARKS = ROOT / "benchmarks" / "README.md"  # a part of docs/evidence/comparison.md
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)
 
 NOT_IN_DEV = {
@@ -142,3 +144,59 @@ def test_pages_work_with_a_screen_reader_and_offline(page: Path) -> None:
     assert "<img" not in prose(page)
     headers = re.findall(r"^(\|.*\|)\n\|(?:-+\|)+$", prose(page), re.M)
     assert not [header for header in headers if re.search(r"\|\s*\|", header)]
+
+
+WIDTH = 88  # columns: wider code scrolls in a window of 1400 pixels
+FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.M | re.S)
+WIDER = {"docs/methods/index.md"}
+"""Pages whose program is still wider."""
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in [README, BENCHMARKS, *PAGES] if name_of(page) not in WIDER], ids=name_of
+)
+def test_code_fits_beside_the_sidebars(page: Path) -> None:
+    wide = []
+    for kind, text in FENCE.findall(page.read_text()):
+        # The page wraps messages (`none`). The tables that `plan` and `layers` print are as wide as the names in them.
+        if kind == "none" or (kind == "text" and re.search(r"^-{3,}  -{3,}", text, re.M)):
+            text = "\n".join(line for line in text.splitlines() if kind != "none" and not re.search(r"\S  +\S", line))
+            text = re.sub(r"^[- ]+$", "", text, flags=re.M)
+        wide += [line for line in text.splitlines() if len(line) > WIDTH]
+    assert not wide
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "tutorials").glob("*.py")), ids=lambda path: path.stem)
+def test_tutorials_fit_beside_the_sidebars(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    code = path.read_text().splitlines()[tree.body[0].end_lineno :]  # after the text at the head
+    assert not [line for line in code if len(line) > WIDTH and not line.startswith("# ")]
+
+
+def test_examples_in_docstrings_fit_beside_the_sidebars() -> None:
+    wide = [
+        f"{path.name}: {line}"
+        for path in (ROOT / "hookdrop").rglob("*.py")
+        for line in path.read_text().splitlines()
+        if line.lstrip().startswith((">>> ", "... ")) and len(line.lstrip()) > WIDTH
+    ]
+    assert not wide
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+def test_what_readers_copy_needs_no_hidden_code(page: Path) -> None:
+    """Code in comments only makes logs quiet and checks results."""
+    shown: set[str] = set()
+    hidden: set[str] = set()
+    for block in blocks_of(page):
+        names = list(ast.walk(ast.parse(block.text))) if block.kind in ("code", "hidden") else []
+        bound = {node.id for node in names if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        bound |= {node.name for node in names if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        imports = [alias for node in names if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        bound |= {(alias.asname or alias.name).partition(".")[0] for alias in imports}
+        if block.kind == "hidden":
+            hidden |= bound
+            continue
+        shown |= bound
+        used = {node.id for node in names if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        assert not (used & hidden) - shown, f"line {block.line}"

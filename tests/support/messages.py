@@ -1,6 +1,6 @@
 """The first lines of the errors and warnings in the source of hookdrop, with `...` in place of values.
 
-`python -m tests.support.messages` prints the section "Other messages" of docs/errors.md.
+`python -m tests.support.messages` prints the messages of docs/errors/other.md: those that no case of the error catalog provokes.
 """
 
 import ast
@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from hookdrop.guards.messages import MESSAGES
+from tests.support.error_catalog import messages
 from tests.support.programs import ROOT
 
 _LEAST = 12  # characters: a shorter text is made elsewhere, or is that of another error
@@ -45,17 +46,16 @@ def _first_line(text: str) -> str:
     return re.sub(r"(\.\.\.)+\.?", "...", text.partition("\n")[0]).strip()
 
 
-def unquoted(page: str) -> list[str]:
-    """The texts that no line of the page quotes, with any values."""
-    return sorted(text for text in first_lines() if not re.search(re.escape(text).replace(r"\.\.\.", ".*"), page))
+def matches(text: str, message: str) -> bool:
+    """Whether a text is a part of the first line of a message; `...` stands for any text."""
+    return re.search(re.escape(text).replace(r"\.\.\.", ".*"), message.partition("\n")[0]) is not None
 
 
-def split(page: str) -> tuple[str, list[str]]:
-    """A page without the lines of its section "Other messages", and these lines."""
-    before, _, rest = page.partition("\n## Other messages\n")
-    head, lines, after = rest.split("```console\n")[0], *rest.split("```console\n")[1].split("```", 1)
-    return before + head + after, lines.splitlines()
+def unprovoked() -> list[str]:
+    """The texts that are not in a message of the error catalog, with any values."""
+    provoked = [text for found in messages().values() for text in found]
+    return sorted(text for text in first_lines() if not any(matches(text, message) for message in provoked))
 
 
 if __name__ == "__main__":
-    print("\n".join(unquoted(split((ROOT / "docs" / "errors.md").read_text())[0])))
+    print("\n".join(unprovoked()))

@@ -51,14 +51,14 @@ def _figure(
         _panel(axes, {name: of[metric] for name, of in found.items()}, metric, controls)
         axes.set_ylim(len(found) - 0.4, -0.6)
         side = "right" if BETTER[metric] > 0 else "left"
-        axes.set_xlabel(f"{TITLES[metric]}: arm − {none} ({side} is better)", fontsize=13)
+        axes.set_xlabel(f"{TITLES[metric]}: variant − {none} ({side} is better)", fontsize=13)
     for y, name in enumerate(found if narrow else ()):
         panels[0].axhspan(y - 0.6, y - 0.04, color=PAPER, lw=0, zorder=1.5)
         panels[0].text(0, y - 0.18, _short(name), transform=panels[0].get_yaxis_transform(), fontsize=13)
     names = [] if narrow else [textwrap.fill(_short(name), 28) for name in found]
     panels[0].set_yticks([y + 0.2 for y, _ in enumerate(names)], names)
     titles = "; ".join(TITLES[metric] for metric in metrics)
-    return inline(figure, ident, f"{titles}: difference of each arm from {none}; the table has the numbers")
+    return inline(figure, ident, f"{titles}: difference of each variant from {none}; the table has the numbers")
 
 
 def _panel(axes: Axes, found: Mapping[str, Difference], metric: Metric, controls: Collection[str]) -> None:

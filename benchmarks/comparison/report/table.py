@@ -14,7 +14,7 @@ from comparison.run.record import Record
 
 WIDTH, LINES, NOTHING = 130, 10, "-"
 COLUMNS = (
-    *("arm", "rate\n", "asked\n", "dropped\n± 95 %", "accuracy\n%", "NLL\nnats", "ECE\n%"),
+    *("variant", "rate\n", "requested\n", "dropped\n± 95 %", "accuracy\n%", "NLL\nnats", "ECE\n%"),
     *("accuracy - none\n[95 %], points", "NLL - none\n[95 %], nats"),
     *("Holm's p\nacc./NLL", "time / none\n[25-75 %]"),
 )

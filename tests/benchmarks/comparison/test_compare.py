@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from rich.console import Console
 
 import compare
 from comparison.analysis.schema import ArmSummary, Summary, without_commas
 from comparison.analysis.text import interval_text
 from comparison.engines.store import Store
-from comparison.report.table import WIDTH, table
+from comparison.report.table import row
 from comparison.run.record import Record
 from comparison.spec import options
 from comparison.spec.config import validate
@@ -203,6 +202,6 @@ def test_match_the_shipped_config_and_the_documented_tables(name: str) -> None:
         assert len(rows) > 4
         assert [row for row in rows if row not in text] == []
     else:
-        shown = io.StringIO()
-        Console(file=shown, width=WIDTH, highlight=False).print(table(found.cells[0]))
-        assert "\n".join(line.rstrip() for line in shown.getvalue().splitlines()) in text
+        shown = [[cell.replace("\n", " ") for cell in row(arm)] for arm in found.cells[0].arms]
+        rows = [f"| {' | '.join(cells)} |" for name, *rest in shown for cells in ([name, *rest[:6]], [name, *rest[6:]])]
+        assert [row for row in rows if row not in text] == []

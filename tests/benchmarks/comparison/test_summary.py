@@ -134,7 +134,9 @@ def test_runs_that_learned_nothing_come_first(made: Made) -> None:
     for seed in range(8):
         made.change("none", seed, train_loss=[2.3, 2.2], accuracy=41.0)
     chance, hardly, *_ = words(made.cell())
-    assert chance.startswith("At the level of chance: 1 of 5 arms (none: 41.0 %). Always answering the most frequent")
+    assert chance.startswith(
+        "At the level of chance: 1 of 5 variants (none: 41.0 %). Always answering the most frequent"
+    )
     assert hardly.startswith("Hardly trained: the training loss of “none” went from 2.30 to 2.20 in 20 steps.")
 
 
@@ -257,7 +259,7 @@ class TestExcludedPairs:
         cell = made.cell()
         assert not cell.controls.paired
         assert arm_of(cell, "DropBlock").set_aside == {1: "no pair: initial weights or batches differ from none"}
-        assert said(cell, "Warning: Did all arms of a seed have the same").endswith("? no.")
+        assert said(cell, "Warning: Did all variants of a seed have the same").endswith("? no.")
 
     def test_failed_tuning_runs_are_listed(self, made: Made) -> None:
         run = run_of(B, 50, stage="tuning")
@@ -280,8 +282,8 @@ class TestControls:
     @pytest.mark.parametrize(
         ("name", "what", "said_by"),
         [
-            ("DropBlock (p = 0)", "weights_after", ("Is the arm with p = 0", "no (7 of 8 seeds).")),
-            ("DropBlock (p = 0)", "outputs", ("Is the arm with p = 0", "no (7 of 8 seeds).")),
+            ("DropBlock (p = 0)", "weights_after", ("Is the variant with p = 0", "no (7 of 8 seeds).")),
+            ("DropBlock (p = 0)", "outputs", ("Is the variant with p = 0", "no (7 of 8 seeds).")),
             ("DropPath", "changes", ("Were state_dict", "no (23 of 24 runs).")),
         ],
     )

@@ -1,4 +1,4 @@
-"""The base class, classes of users, and what regularizers refuse; docs/errors.md has the texts."""
+"""The base class, classes of users, and what regularizers refuse; docs/errors has the texts."""
 
 import inspect
 import math
