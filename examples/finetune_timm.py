@@ -347,7 +347,7 @@ def finish(run: Run) -> dict[str, float]:
         with autocast(run.args):
             measured = run.parts["hookdrop"].probe(images.to(run.args.device))
         print(f"measured at the rate of the last step:\n{measured}")
-        final |= {"asked": measured.asked, "dropped": measured.dropped}
+        final |= {"asked": measured.requested, "dropped": measured.dropped}
         sections = [f"## Hooks\n\n```\n{run.parts['hookdrop']}\n```", f"## Measured rates\n\n```\n{measured}\n```"]
     Path(run.args.out, "report.md").write_text("\n\n".join([report(run), *sections]) + "\n")
     # A state_dict contains nothing of the hooks, so these files load into a plain timm model without hookdrop.

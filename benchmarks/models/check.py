@@ -218,7 +218,7 @@ def rates(found: Injected) -> dict[str, Any]:
         text = f"{name} dropped {dropped:.5f} of {total} elements, expected {asked:.3g}"
         require(abs(dropped - asked) <= bound, text)
     elements = sum(site.elements for site in found.totals.sites.values())
-    asked, dropped = round(found.totals.asked, 6), round(found.totals.dropped, 6)
+    asked, dropped = round(found.totals.requested, 6), round(found.totals.dropped, 6)
     return {"elements": elements, "asked": asked, "dropped": dropped, "deviation": deviation}
 
 

@@ -26,7 +26,7 @@ first_step: list[Callable[[Any, int, bool], None]] = []
 optimizer's state, and whether it had one before."""
 
 removing: list[Callable[[Any, Any, Any], None]] = []
-"""Called with (model, states, sinks) before a removal that the user asked for; the model may be None."""
+"""Called with (model, states, sinks) before a removal that the user requested; the model may be None."""
 
 replacing: list[Callable[[Any, Any], None]] = []
 """Called with (model, sinks) before an injection replaces others, with what these have at other sites."""

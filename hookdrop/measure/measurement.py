@@ -48,7 +48,7 @@ class Effect:
     magnitude_out: float = 0.0
 
     @property
-    def asked(self) -> float:
+    def requested(self) -> float:
         """The current rate, averaged over the elements; 0 if there is none."""
         return self.asked_of_all / self.elements if self.elements else 0.0
 
@@ -66,7 +66,7 @@ class Effect:
         """Return the row of the table; a dash marks numbers that do not apply."""
         if not self.elements:
             return name, "-", "-", "-", self.calls
-        asked, dropped = f"{self.asked:.3f}" if self.asks else "-", f"{self.dropped:.3f}" if self.droppable else "-"
+        asked, dropped = f"{self.requested:.3f}" if self.asks else "-", f"{self.dropped:.3f}" if self.droppable else "-"
         return name, asked, dropped, "-" if math.isnan(self.magnitude_in) else f"{self.mean_ratio:.3f}", self.calls
 
 

@@ -101,7 +101,7 @@ def _outcome(setup: RunSetup, losses: list[list[float]], seen: list[str], measur
         "flags": setup.plan.warnings if setup.plan else [],
         "weights_before": setup.weights, "weights_after": digest(setup.model.state_dict().values()), "batches": seen,
         "first_loss": losses[0][0], "train_loss": [*map(statistics.fmean, losses)], "rate_at_end": setup.rate,
-        "asked": measured.asked if asks else None, "dropped": measured.dropped if drops else None,
+        "asked": measured.requested if asks else None, "dropped": measured.dropped if drops else None,
         "changes": changes(setup.model, drop, setup.images(scored[:CHECKED_IMAGES]), setup.footprint) if drop else None,
         "accuracy": scores.accuracy, "nll": scores.nll, "ece": scores.ece,
         "outputs": digest([logits]), "data": task.sha256, "test_sets": list(test_sets),

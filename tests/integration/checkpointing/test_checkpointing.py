@@ -194,7 +194,7 @@ class TestOtherThreads:
             with torch.no_grad(), drop.recording(last=0) as measured:
                 model(EVERY["Dropout"].input())
             torch.set_rng_state(state)
-            rates.append(measured.totals.asked)
+            rates.append(measured.totals.requested)
 
         found, expected, _ = self.recompute_while(forward)
         assert all_equal(found, expected)
@@ -258,7 +258,7 @@ def test_measuring_a_recompute_reports_the_rate_of_the_forward(mode: Forward) ->
     drop.seek(4)
     with drop.recording(last=0) as m:
         out.sum().backward()
-    assert [m.totals.asked, m.totals.dropped] == pytest.approx([0.2, 0.2], abs=0.05)
+    assert [m.totals.requested, m.totals.dropped] == pytest.approx([0.2, 0.2], abs=0.05)
 
 
 # --- several forwards, and what happens between them and the backward

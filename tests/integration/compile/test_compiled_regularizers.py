@@ -235,7 +235,7 @@ class TestRecording:
             y = fast(X.clone().requires_grad_())
             y.sum().backward()
         assert torch.equal(m["inner"].after, y)
-        assert m.totals.asked == pytest.approx(0.4)
+        assert m.totals.requested == pytest.approx(0.4)
         assert m.totals.dropped == pytest.approx(0.4, abs=bound("Dropout"))
         assert zero_fraction(fast(X)) == pytest.approx(0.4, abs=bound("Dropout"))
         assert graphs() == before

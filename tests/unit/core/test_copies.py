@@ -329,7 +329,7 @@ def test_step_in_another_thread_during_a_probe_is_not_lost() -> None:
     assert Trains.thread is not None
     Trains.thread.join()
     assert (drop.step_count, drop.p) == (3, pytest.approx(0.15))
-    assert measured.asked == 0.5
+    assert measured.requested == 0.5
 
 
 def test_concurrent_steps_and_samplings_are_all_counted_and_restored() -> None:

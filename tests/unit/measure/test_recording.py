@@ -199,7 +199,7 @@ class TestProbeAndMeasuring:
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         flags = [m.training for m in model.modules()]
         result = drop.probe(images, forwards=5, step=10)
-        assert result.asked == pytest.approx(0.3)
+        assert result.requested == pytest.approx(0.3)
         assert result.dropped == pytest.approx(0.3, abs=0.02)
         assert result.mean_ratio == pytest.approx(1, abs=0.03)
         assert [site.calls for site in result.sites.values()] == [5] * 4

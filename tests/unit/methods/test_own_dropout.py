@@ -322,7 +322,7 @@ class TestRatesInTheCode:
             assert torch.equal(evaluated(model), found)
         assert {name: len(r.calls(name)) for name in r} == dict.fromkeys([site.name for site in own.sites], 1)
         for site in own.probe(X, forwards=20).sites.values():
-            assert site.dropped == pytest.approx(site.asked, abs=0.03)  # 5 standard errors
+            assert site.dropped == pytest.approx(site.requested, abs=0.03)  # 5 standard errors
 
     def test_they_cannot_be_changed(self) -> None:
         model = self.network()
@@ -399,7 +399,7 @@ class TestMeasuring:
         assert measured.calls
         for site in (site for site in measured.sites.values() if site.droppable):
             # of 64 x 8 elements in about 6 forwards or more: 7 standard errors
-            assert site.dropped == pytest.approx(site.asked, abs=0.06)
+            assert site.dropped == pytest.approx(site.requested, abs=0.06)
 
     def test_recording_keeps_inputs_masks_and_outputs_without_changing_them(self) -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5, inplace=True), Block(), attending()).eval()

@@ -140,7 +140,7 @@ def fsdp_preserves_tensor_types(before: bool) -> None:
     assert {kind[:2] for kind in seen} == {(torch.Tensor, torch.bfloat16)}
     assert [type(module).__name__ for module in (net.blocks[0], net.blocks[0].conv)] == ["FSDPBlock", "Conv2d"]
     probe = drop.probe(X)
-    assert (drop.step_count, probe.asked) == (2, pytest.approx(0.3))
+    assert (drop.step_count, probe.requested) == (2, pytest.approx(0.3))
     # 13,824 elements in blocks of 9, three forwards: the standard deviation is about .007.
     assert probe.dropped == pytest.approx(0.3, abs=0.03)
 
