@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib.metadata import distributions, requires
 from pathlib import Path
 
-_PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+_PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 @contextmanager

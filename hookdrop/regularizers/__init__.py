@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hookdrop.regularizers.styles import DSU, MixStyle
     from hookdrop.regularizers.tokens import LockedDropout, TokenDropout
 
-# To add a regularizer, import it above, list it in both, and export its function in `hookdrop.functional`.
+# To add a regularizer, import it above, list it in `__all__` and `_FILES`, and export its function in `functional`.
 __all__ = [
     "DSU",
     "ActivationPenalty",

@@ -251,10 +251,13 @@ def test_adding_a_regularizer_takes_one_module_and_two_registrations(tmp_path: P
     """`hookdrop.__all__`, `parse`, specs and the tables of these tests need no changes."""
     package = Path(shutil.copytree(Path(hookdrop.__file__).parent, tmp_path / "hookdrop"))
     (package / "regularizers" / "shrink.py").write_text(NEW)
-    for file, row in (("regularizers/__init__.py", "Shrink"), ("functional.py", "shrink")):
+    lists = {"__all__ = [": '__all__ = [\n    "Shrink",', "_FILES = {": '_FILES = {\n    "shrink": "Shrink",'}
+    exports = {"__all__ = [": 'from hookdrop.regularizers.shrink import shrink\n__all__ = [\n    "shrink",'}
+    for file, changes in (("regularizers/__init__.py", lists), ("functional.py", exports)):
         text = (package / file).read_text()
-        imported = f'from hookdrop.regularizers.shrink import {row}\n__all__ = [\n    "{row}",'
-        (package / file).write_text(text.replace("__all__ = [", imported, 1))
+        for old, new in changes.items():
+            text = text.replace(old, new, 1)
+        (package / file).write_text(text)
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     flags = ("-W", "error", "-W", "ignore::DeprecationWarning")
     run_code(USED, *flags, env={**os.environ, "PYTHONPATH": paths}, cwd=tmp_path)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import DropBlock, Dropout, Dropout1d, DropPath, Injection, LinearSchedule, find, inject, seed_per_rank
-from hookdrop.guards.problems import STEPS_BEFORE_WARNING
+from hookdrop.core.events import MOVES
 from tests.integration.distributed.programs import language_model, nets
 from tests.integration.distributed.programs.nets import X, full, gathered, make_net, train
 
@@ -286,11 +286,11 @@ def each_rank_warns_once_about_equal_seeds() -> None:
     drop = inject(net, Dropout(0.4), layers="blocks.*", schedule=LinearSchedule(100)).follow(optimizer)
     str(drop)  # no mask has been drawn yet: no warning
     found = []
-    for step in range(2 * STEPS_BEFORE_WARNING):
+    for step in range(2 * MOVES):
         with nets.hookdrop_warnings() as texts:
             train(net, optimizer, 1)
             dist.barrier()
-            if rank() == 1 and step == STEPS_BEFORE_WARNING + 3:
+            if rank() == 1 and step == MOVES + 3:
                 drop.metrics()
         found += [(step + 1, text) for text in texts]
     with nets.hookdrop_warnings() as texts:
