@@ -146,6 +146,23 @@ def test_pages_work_with_a_screen_reader_and_offline(page: Path) -> None:
     assert not [header for header in headers if re.search(r"\|\s*\|", header)]
 
 
+LIMIT = 33_000
+"""Words of prose on all pages outside docs/errors and docs/project, README included."""
+
+
+def words(text: str) -> int:
+    """The words outside fenced code, `{eval-rst}` blocks and comments; those of tables count."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
+    return len(re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.M | re.S).split())
+
+
+def test_prose_stays_short() -> None:
+    counted = [README, *(page for page in PAGES if page.relative_to(ROOT).parts[1] not in ("errors", "project"))]
+    lengths = {name_of(page): words(page.read_text()) for page in counted}
+    longest = sorted(lengths.items(), key=lambda item: -item[1])[:10]
+    assert sum(lengths.values()) <= LIMIT, f"shorten these first: {longest}"
+
+
 WIDTH = 88  # columns: wider code scrolls in a window of 1400 pixels
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 

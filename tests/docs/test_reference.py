@@ -106,7 +106,7 @@ def test_samples_are_independent_as_stated(text: str) -> None:
     assert row[3].startswith(f"`{rate.attribute}`")
 
 
-KEYWORDS = {name: row[9].removesuffix(" |").split(", ") for name, row in ROWS.items()}
+KEYWORDS = {name: row[8].removesuffix(" |").split(", ") for name, row in ROWS.items()}
 FOUND = {
     "transformer": "Dropout DropPath TokenDropout HeadDropout DropKey LayerDrop NEFTune Mixout GaussianDropout"
     " stochastic_depth patch_dropout residual_dropout set_dropout",
