@@ -198,8 +198,10 @@ class Survey:
 
         if name not in self.layers or not self._has_values:
             return ""
-        call = self.layers[name][-1]
-        key = self.trace.kinds[name], repr(map_leaves(call.arguments, _without_index)), argument, tensor, writes
+        call, arguments = self.layers[name][-1], repr(map_leaves(self.layers[name][-1].arguments, _without_index))
+        # Equal layers run alike, unless one of them has a hook of other code.
+        alone = name if other_hooks(self.model.get_submodule(name)) else ""
+        key = self.trace.kinds[name], alone, arguments, argument, tensor, writes
         if key not in self._subsets:
             with _fixed_seed():
                 found = subset_of_call(self.model.get_submodule(name), call, argument, tensor, writes=writes)

@@ -157,6 +157,19 @@ def test_the_plan_says_on_which_samples_a_layer_runs(forward: Any, runs: str) ->
     assert runs in repr(made)
 
 
+@pytest.mark.parametrize("hooked", [0, 3])
+def test_a_hook_of_other_code_inside_a_layer_concerns_that_layer_only(hooked: int) -> None:
+    made: Any = model()
+    made.layers[hooked].fc.register_forward_hook(lambda module, args, output: None)
+    planned = plan(made, LayerDrop(0.5, "row"), layers="layers.*", example_input=X).sites
+    assert ["on all samples" in site.runs for site in planned] == [index == hooked for index in range(4)]
+    inject(made, LayerDrop(0.5, "row"), layers="layers.*")
+    for one in made.layers:
+        one.sizes.clear()
+    made(X)
+    assert [one.sizes == [len(X)] for one in made.layers] == [index == hooked for index in range(4)]
+
+
 @pytest.mark.filterwarnings("ignore:TransformerEncoderLayer leaves its fused eval path")
 def test_a_batch_on_another_axis_is_skipped_as_a_whole_or_refused() -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), 2, enable_nested_tensor=False)
