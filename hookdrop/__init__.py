@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 from hookdrop import guards as guards
 from hookdrop import recipes as recipes
 from hookdrop import regularizers as _regularizers
+from hookdrop.core import parts as _parts
 from hookdrop.core import schedules as _schedules
 from hookdrop.core.errors import HookdropError, HookdropWarning, InjectionError, LayerError, ShapeError, StateError
 from hookdrop.core.handle import Injection, find
 from hookdrop.core.inject import inject, plan, without_hooks
-from hookdrop.core.parts import KINDS, PARTS, REGULARIZERS, Parts
 from hookdrop.core.plan import Plan
 from hookdrop.core.regularizer import Rate, Regularizer
 from hookdrop.core.schedules import *
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-importlib.import_module("hookdrop.kernels.custom_ops")  # defines the operators that exported programs name
+for _name in ("kernels.custom_ops", "regularizers.masksembles"):
+    importlib.import_module(f"hookdrop.{_name}")  # defines operators, which exported programs name
 
 # What is imported on first use, because it takes as long as the rest.
 _PACKAGES = ("functional", "integrations", "observe", "testing")
-_LATE = Parts(
+_LATE = _parts.Parts(
     {
         "Penalty": "hookdrop.regularizers.penalties:Penalty",
         "Prediction": "hookdrop.measure.prediction:Prediction",
@@ -43,15 +44,24 @@ _LATE = Parts(
         "update_bn": "hookdrop.training.averages:update_bn",
     }
 )
-KINDS.places.update(
+_parts.KINDS.places.update(
     attribute="hookdrop.methods.dropout_sinks:DropoutSink",
     parameters="hookdrop.methods.parameter_hooks:ParameterHook",
-    penalty="hookdrop.methods.penalties:PenaltyHook",
     rows="hookdrop.methods.rows_hook:RowsHook",
     scores="hookdrop.methods.score_hooks:ScoreHook",
     skip="hookdrop.methods.skip_hook:SkipHook",
 )
-PARTS.places.update(
+_parts.KINDS.places.update(
+    {
+        "penalty output": "hookdrop.methods.penalties:PenaltyHook",
+        "penalty input": "hookdrop.methods.penalties:PenaltyHook",
+        "penalty parameters": "hookdrop.methods.penalty_hooks:PenaltyParameterHook",
+        "penalty rows": "hookdrop.methods.penalty_hooks:PenaltyRowsHook",
+        "penalty scores": "hookdrop.methods.penalty_hooks:PenaltyScoreHook",
+        "penalty skip": "hookdrop.methods.penalty_hooks:PenaltySkipHook",
+    }
+)
+_parts.PARTS.places.update(
     inspect="hookdrop.guards.inspection:inspect_forward",
     penalty="hookdrop.methods.penalties:read_penalty",
     predict="hookdrop.measure.prediction:predict",
@@ -89,7 +99,7 @@ __all__.sort()
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"hookdrop.{name}")
-    for parts in (REGULARIZERS, _LATE):
+    for parts in (_parts.REGULARIZERS, _LATE):
         if name in parts:
             globals()[name] = parts[name]
             return parts[name]

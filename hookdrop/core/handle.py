@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -354,10 +354,9 @@ class Injection:
                     f"  pass a rate: sampling(p={rates.largest_target(rated) or 0.1:g})   or seek() to the training "
                     "step (a copy, such as an EMA, has its own step count)."
                 )
-        model = self._require_model()
         for state in self._states:
             for sink in list(state.live.members):
-                sink.before_sampling(model)
+                sink.before_sampling(self._require_model)
         with rates.overriding(self._states, sampling=True, p=p):
             yield self
 
@@ -467,7 +466,8 @@ class Injection:
         with rates.overriding(self._states, step=None if step is None else count(step, "step", "probe", 0)):
             return probe(self._require_model(), sinks, x, forwards)
 
-    def recording(self, last: int = 1, to: CopyDevice = None) -> AbstractContextManager[Recording]:
+    @contextmanager
+    def recording(self, last: int = 1, to: CopyDevice = None) -> Iterator[Recording]:
         """Record the calls inside the `with` block: `r["layer4.0"].before`, `.mask`, `.after`, and their plots.
 
         `r.totals` measures all calls, as `probe` does. Regularizers run twice; masks and results do not change.
@@ -489,7 +489,8 @@ class Injection:
             >>> r.totals.calls
             1
         """
-        return PARTS["recording"](self._require_sinks("recording()"), last, to)
+        with PARTS["recording"](self._require_sinks("recording()"), last, to) as found:
+            yield found
 
     def check(self) -> list[str]:
         """List current problems: lost sites, layers that never ran or ran only in eval mode, a stalled schedule."""

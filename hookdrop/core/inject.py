@@ -235,9 +235,8 @@ def _replaced(planned: Plan, kinds: Sequence[type[RateSink]]) -> tuple[list[Rate
             f"this model already has an injection named {planned.name!r}.\n"
             f"  choose another name: inject(..., name={_free_name(planned)!r})"
         )
-    for kind in {*kinds}:
-        own = {site.module for site, its in zip(planned.sites, kinds, strict=True) if its is kind}
-        kind.refuse_beside([sink for module, sink in everything if module in own])
+    for site, kind in zip(planned.sites, kinds, strict=True):
+        kind.refuse_beside(site, [sink for module, sink in everything if module is site.module])
     return [], []
 
 

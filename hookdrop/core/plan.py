@@ -12,7 +12,7 @@ from torch import nn
 
 from hookdrop.core import events
 from hookdrop.core.adapters import check_picklable
-from hookdrop.core.arguments import number
+from hookdrop.core.arguments import number, one_of
 from hookdrop.core.errors import InjectionError, LayerError, StateError
 from hookdrop.core.parts import KINDS, PARTS
 from hookdrop.core.recipe import Recipe, RecipeSite
@@ -34,6 +34,7 @@ from hookdrop.core.spec import InjectionSpec, PScale
 from hookdrop.core.tables import counted, html_table, shape_text, some, text_table
 from hookdrop.core.tensor_tree import TensorKey
 
+_PLACES = ("output", "input", "scores", "parameters")
 _WHERE = {"input": ", at the input", "parameters": ", at the parameters"}
 HEADER = ("site", "type", "shape", "read as", "calls", "runs", "p", "regularizer")
 
@@ -76,9 +77,11 @@ class PlannedSite:
         self.kind, regularizer = self.at, self.regularizer
         if regularizer is not None:
             self.target = rate_of(regularizer)
-            if self.at in ("output", "input"):
-                skips = "rows" in regularizer.needs or "layer_input" in regularizer.needs
-                self.kind = regularizer._kind or ("rows" if skips else self.at)
+            skips = "rows" in regularizer.needs or "layer_input" in regularizer.needs
+            if skips and self.at in ("output", "input"):
+                self.kind = "rows"
+            if regularizer._kind:
+                self.kind = f"{regularizer._kind} {self.kind}"
 
     @property
     def p(self) -> float | None:
@@ -225,6 +228,8 @@ def _site(
             f"inject: {regularizer.title} acts on the {place} of a layer, got at='input'.\n"
             f"  remove at={', and hook the layer before' * (place == 'output')}"
         )
+    if place not in _PLACES:
+        one_of(place, "only_at", regularizer.title, _PLACES)
     sink = KINDS["parameters" if at == "parameters" else place]
     reading = sink.check_site(regularizer, layer.module, tensor, layer.name)
     regularizer = regularizer.for_layer(root, layer.name, place, survey)

@@ -120,7 +120,7 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     mixes_samples: ClassVar[bool] = False  #: Whether it changes nothing in a batch of one sample.
     axes: str = "..."  #: The axes of its tensors, such as `"N C H W"`. `"..."` stands for any number of axes.
     _kind: ClassVar[str] = ""
-    """The kind of its sites, a key of `hookdrop.core.parts.KINDS`; empty for the usual one."""
+    """A prefix of the kind of its sites, see `hookdrop.core.parts.KINDS`; empty for the usual one."""
     keeps_shape: bool = True  #: Whether the result has the shape of the input.
 
     regularize: Callable[..., Tensor] = _regularize

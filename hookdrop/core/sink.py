@@ -47,8 +47,8 @@ class RateSink:
         return id(module), what.at
 
     @classmethod
-    def refuse_beside(cls, present: list[RateSink]) -> None:
-        """Raise `InjectionError` if such a sink cannot act beside those that are present at its layer."""
+    def refuse_beside(cls, site: Any, present: list[RateSink]) -> None:
+        """Raise `InjectionError` if a planned site cannot act beside the sinks that are present at its layer."""
 
     # --- placing and removing
 
@@ -89,7 +89,7 @@ class RateSink:
         """Return `value` as a float, or raise if it is out of range."""
         raise NotImplementedError
 
-    def before_sampling(self, model: nn.Module) -> None:
+    def before_sampling(self, model: Callable[[], nn.Module]) -> None:
         """Prepare for acting in eval mode."""
 
     def describe(self, rate: float | None = None) -> str:

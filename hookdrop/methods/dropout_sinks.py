@@ -97,11 +97,11 @@ class DropoutSink(RateSink):
         value = None if target is None else target * state.multiplier * self.p_scale
         self.set_rate(NO_RATE if value is None else CurrentRate(value, value == 0.0), state.on, state.sampling)
 
-    def before_sampling(self, model: nn.Module) -> None:
+    def before_sampling(self, model: Callable[[], nn.Module]) -> None:
         if self.runners is None:
             from hookdrop.methods.runners import find_runners  # only sampling needs it
 
-            find_runners(model, self.state)
+            find_runners(model(), self.state)
 
     @property
     def is_attached(self) -> bool:

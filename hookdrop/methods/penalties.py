@@ -126,8 +126,8 @@ def _watch_call(hook: PlacedSite, begins: bool, *_: Any) -> None:
 when_compiler_is_imported(lambda: skip_frames_of(CompanionHook.__call__, CallValue.end, _watch_call))
 
 
-class PenaltyHook(SiteHook):
-    """A hook that adds a term to the loss in each call, and does not change its tensor."""
+class Penalizing(SiteHook):
+    """Adds a term to the loss in each call, and does not change the tensor."""
 
     changes_forward = False
 
@@ -143,13 +143,17 @@ class PenaltyHook(SiteHook):
         collect(self, x, rate.value, context)
         return super().act(x, rate, **context)
 
-    apply = act
-
     def apply_in_graph(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         y = super().apply_in_graph(x, rate, **context)
         if not rate.neutral and self.graph_break is None and self.state.live.observe is None:
             collect_in_graph(self, x, rate.tensor, context)
         return y
+
+
+class PenaltyHook(Penalizing):
+    """The hook of a penalty on the output or the input of a layer."""
+
+    apply = Penalizing.act
 
 
 def read_penalty(states: Sequence[InjectionState], name: str, model: Callable[[], nn.Module]) -> Tensor:

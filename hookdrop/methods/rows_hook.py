@@ -73,8 +73,8 @@ class RowsHook(SiteHook):
     setting_of = staticmethod(lambda site: "input")
 
     @classmethod
-    def refuse_beside(cls, present: Sequence[RateSink]) -> None:
-        for sink in present:
+    def refuse_beside(cls, site: Any, present: Sequence[RateSink]) -> None:
+        for sink in present if "rows" in site.regularizer.needs else ():
             if isinstance(sink, SiteHook) and "rows" in sink.regularizer.needs:
                 raise InjectionError(
                     f"{sink.where} skips samples of this layer already, and a part of a part cannot be put back.\n"
@@ -220,7 +220,7 @@ class RowsHook(SiteHook):
                 zeros = y.new_empty_strided(shape, y.stride()).zero_() if is_dense else y.new_zeros(shape)
                 y = zeros.index_copy_(0, call.runs_on, y)
             needed: dict[str, Any] = {"layer_input": self._input(y, output, call)} if self.returns_input else {}
-            return SiteHook.apply(self, y, call.rate, **needed, **({} if call.rows is None else {"rows": call.rows}))
+            return self.act(y, call.rate, **needed, **({} if call.rows is None else {"rows": call.rows}))
 
         def restored(leaf: Any) -> Any:
             new, old = call.originals.get(id(leaf), (leaf, leaf))

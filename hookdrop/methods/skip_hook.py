@@ -76,7 +76,7 @@ class SkipHook(SiteHook):
         return y
 
     def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
-        y = super().apply(x, rate, **context)
+        y = self.act(x, rate, **context)
         if y is x:
             return x
         if not self.restoring.is_attached:

@@ -6,6 +6,8 @@ Each file is imported when a regularizer of it is first used.
 from typing import TYPE_CHECKING, Any
 
 from hookdrop.core.parts import REGULARIZERS
+from hookdrop.core.regularizer import Rate as Rate
+from hookdrop.core.regularizer import Regularizer as Regularizer
 
 if TYPE_CHECKING:
     from hookdrop.regularizers.drop_key import DropKey
@@ -93,4 +95,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "Penalty"})

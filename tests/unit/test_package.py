@@ -36,6 +36,15 @@ def test_packages_that_are_imported_on_first_use_are_listed_before() -> None:
     assert (is_listed, late & {*loaded}) == ("True", set())
 
 
+def test_import_hookdrop_defines_the_operators_that_exported_programs_name() -> None:
+    """A program that another process has exported loads after this import alone."""
+    names = [name for name in MODULES if ".kernels" in name or ".regularizers" in name]
+    every = f"for name in {names}: importlib.import_module(name)\n"
+    count = "import torch; print(sum(n.startswith('hookdrop::') for n in torch._C._dispatch_get_all_op_names()))"
+    alone, all_of_them = (int(run_code(f"import importlib, hookdrop\n{more}{count}")) for more in ("", every))
+    assert alone == all_of_them > 1
+
+
 def test_a_name_that_does_not_exist() -> None:
     for package in (hookdrop, hookdrop.integrations):
         with pytest.raises(AttributeError, match=f"'{package.__name__}' has no attribute 'nonsense'"):

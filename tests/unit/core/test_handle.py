@@ -251,6 +251,8 @@ class TestPartsOfModels:
         for step in range(1, 6):
             optimize(model, 1, optimizer, torch.ones(2, 8))
             assert find(model).step_count == step
+        with drop.sampling(p=0.5):
+            assert not torch.equal(model.eval()(torch.ones(2, 8)), model(torch.ones(2, 8)))
 
     def test_handle_first_used_inside_without_hooks(self) -> None:
         model = mlp()

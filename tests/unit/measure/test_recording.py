@@ -171,6 +171,13 @@ class TestMissingRecords:
             r.plot_masks()
         drop.seek(1)
 
+    def test_an_injection_that_is_removed_before_the_block(self) -> None:
+        drop = inject(nn.Sequential(nn.Identity()), Dropout(0.5), layers="0")
+        later = drop.recording()
+        drop.remove()
+        with pytest.raises(InjectionError, match=r"recording\(\): 'dropout' was removed"), later:
+            pass
+
     def test_a_removed_injection_and_a_count_that_is_none(self) -> None:
         _, drop = layer()
         with pytest.raises(ValueError), drop.recording(last=-1):

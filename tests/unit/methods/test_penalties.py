@@ -415,6 +415,30 @@ class Returning(Sparsity):
         return self.term
 
 
+class Change(Penalty):
+    """Of what the layer changes, for all samples or for those on which it ran."""
+
+    rate = Rate("scale", high=1e6, kind="factor")
+
+    def __init__(self, needs: tuple[str, ...] = ("layer_input",)) -> None:
+        super().__init__()
+        self.scale, self.needs = 0.5, needs
+
+    def penalize(self, x: Tensor, rate: Any, layer_input: Tensor | None = None) -> Tensor:
+        return rate * (x if layer_input is None else x - layer_input).square().mean()
+
+
+def test_a_penalty_of_parameters_and_one_that_needs_the_input_of_the_layer() -> None:
+    model = net()
+    with inject(model, Sparsity(0.5), layers="0", at="parameters", tensor="weight") as drop:
+        assert torch.equal(model(X), net()(X))
+        torch.testing.assert_close(drop.penalty(), 0.5 * model[0].weight.abs().mean())
+    with inject(model, Change(), layers="0") as drop:
+        assert torch.equal(model(X), net()(X))
+        torch.testing.assert_close(drop.penalty(), 0.5 * (model[0].forward(X) - X).square().mean())
+        assert not drop._sinks[0].eval_rate
+
+
 class Undefined(Penalty):
     rate = None
 
