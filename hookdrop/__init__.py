@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hookdrop.survey.tree import layers as layers
     from hookdrop.training.averages import update_bn as update_bn
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 for _name in ("kernels.custom_ops", "regularizers.masksembles"):
     importlib.import_module(f"hookdrop.{_name}")  # defines operators, which exported programs name

@@ -161,7 +161,7 @@ def test_an_address_makes_links_absolute(sources: Path) -> None:
 def test_version_is_the_same_everywhere() -> None:
     assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)[1] == hookdrop.__version__  # type: ignore[index]
     heading = re.search(r"^## (\S+) \((?:unreleased|\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert heading, "the top heading of CHANGELOG.md must be like '## 0.3.0 (unreleased)'"
+    assert heading, "the top heading of CHANGELOG.md must be like '## 0.4.0 (unreleased)'"
     assert heading[1] == hookdrop.__version__
 
 
