@@ -240,14 +240,6 @@ def test_mc_dropout_loads_finetuned_weights(whole: Path) -> None:
     assert result["accuracy"] == pytest.approx(saved(whole)["history"][-1]["model accuracy"], abs=0.0021)
 
 
-def test_uncertainty_of_known_probabilities() -> None:
-    sampled = hookdrop.Prediction(*torch.zeros(2, 2, 2), torch.tensor([0.6, 0.7]), torch.tensor([0.5, 0.0]), 2)
-    found = mc_dropout.uncertainty(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), sampled)
-    assert found["softmax entropy"] == pytest.approx([0, math.log(2)])
-    assert found["MC entropy"] == pytest.approx([0.6, 0.7])
-    assert found["MC mutual information"] == pytest.approx([0.5, 0])
-
-
 def test_verdict_depends_on_the_interval() -> None:
     rng = np.random.default_rng(0)
     wrong = np.arange(200) < 40

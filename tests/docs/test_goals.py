@@ -10,23 +10,17 @@ from torch import nn
 
 import hookdrop
 from hookdrop import find
+from hookdrop.survey.isolation import call
 from tests.support.code_blocks import blocks_of
 from tests.support.programs import ROOT
-from tests.support.transformers_models import bert, build, llama
+from tests.support.transformers_models import SPEECH, bert, llama, whisper
 
 PAGE = ROOT / "docs" / "start" / "goals.md"
 ROWS = re.findall(r"^\| (\[.+\]\(.+\)) \| `([^`]+)` \|$", PAGE.read_text(), re.M)
-IMAGES, IDS, SPEECH = "images", "tokens", "speech"
 INPUTS = {
-    "model": IMAGES,
-    "vit": IMAGES,
-    "unet": IMAGES,
-    "lstm": IDS,
-    "llm": IDS,
-    "lora": IDS,
-    "bert": IDS,
-    "whisper": SPEECH,
-}
+    **dict.fromkeys(["model", "vit", "unet"], "images"), **dict.fromkeys(["lstm", "llm", "lora", "bert"], "tokens"),
+    "whisper": "speech",
+}  # fmt: skip
 
 
 class UNet(nn.Module):
@@ -64,15 +58,6 @@ def names() -> dict[str, Any]:
     model = timm.create_model("resnet18", num_classes=10)
     vit = timm.create_model("test_vit", img_size=256, num_classes=10, proj_drop_rate=0.1)
     detector = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn
-    sizes = {f"{part}_{kind}": 2 for part in ("encoder", "decoder") for kind in ("layers", "attention_heads")}
-    sizes |= {
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-        "d_model": 16,
-        "num_mel_bins": 8,
-        "max_source_positions": 20,
-    }
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3, "use_cache": False}
     with warnings.catch_warnings(action="ignore"):
         lora = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
     other = nn.Sequential(nn.Linear(8, 8))
@@ -87,12 +72,10 @@ def names() -> dict[str, Any]:
         "llm": llama(),
         "lora": lora,
         "bert": bert(),
-        "whisper": build(
-            "Whisper", "ForConditionalGeneration", vocab_size=99, max_target_positions=16, **sizes, **tokens
-        ),
+        "whisper": whisper(),
         "images": torch.randn(4, 3, 256, 256),
         "tokens": torch.randint(5, 90, (4, 7)),
-        "speech": {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": torch.randint(5, 90, (2, 5))},
+        "speech": SPEECH,
         "optimizer": torch.optim.SGD([*model.parameters(), *vit.parameters()], 0.1),
         "loader": [torch.randn(2, 3, 64, 64)],
         "other": other,
@@ -110,22 +93,18 @@ def test_the_line_runs(names: dict[str, Any], line: str, tmp_path: Any, monkeypa
     if "drop.probe" in line:
         line = line.replace("images", "torch.randn(4, 8)")  # what the model of this handle takes
     torch.manual_seed(0)
+    models = [one for one in names.values() if isinstance(one, nn.Module) and one is not names["other"]]
     try:
         exec(line, dict(names))
         for name, kind in INPUTS.items():
-            if find(names[name]):
-                inputs = names[kind]
-                names[name].train()(**inputs) if isinstance(inputs, dict) else names[name].train()(inputs)
-                assert not [problem for problem in find(names[name]).check() if "schedule" not in problem]
-        if line.startswith("inject("):
-            assert any(
-                find(model) for model in names.values() if isinstance(model, nn.Module) and model is not names["other"]
-            )
+            if drop := find(names[name]):
+                call(names[name].train(), names[kind])
+                assert not [problem for problem in drop.check() if "schedule" not in problem]
+        assert any(map(find, models)) or not line.startswith("inject(")
     finally:
-        for model in names.values():
-            if isinstance(model, nn.Module) and model is not names["other"]:
-                find(model).remove()
-                model.train()
+        for model in models:
+            find(model).remove()
+            model.train()
 
 
 def test_every_row_has_a_line_and_a_page() -> None:

@@ -29,7 +29,7 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def restored() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
@@ -37,6 +37,7 @@ def restored() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize(
     "page", [README, *(page for page in PAGES if any(block.kind == "code" for block in blocks_of(page)))], ids=name_of
 )
