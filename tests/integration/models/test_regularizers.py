@@ -179,21 +179,3 @@ def test_follow_through_timm_lookahead() -> None:
     drop.follow(optimizer)
     optimize(model, 3, lookahead, torch.ones(2, 4))
     assert drop.step_count == 3
-
-
-def test_follow_through_the_accelerate_wrapper() -> None:
-    from accelerate import Accelerator
-    from accelerate.state import GradientState
-
-    GradientState._reset_state()  # a loader of another test, at whose end every step synchronizes
-    model, drop, optimizer = scheduled()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    prepared, wrapped = accelerator.prepare(model, optimizer)
-    drop.follow(wrapped)
-    drop.follow(wrapped)
-    for _ in range(6):
-        with accelerator.accumulate(prepared):
-            accelerator.backward(prepared(torch.ones(2, 4)).sum())
-            wrapped.step()
-            wrapped.zero_grad()
-    assert drop.step_count == 3
