@@ -3,8 +3,6 @@
 import argparse
 import gc
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 
 import overhead
 import peers
+import speed
 import timing
 import train_step
 from hookdrop import Dropout, inject
@@ -24,34 +23,17 @@ from hookdrop.kernels import native as kernel
 from speed import PAIRS, saved_bytes
 from tests.benchmarks.test_calls import count_calls
 from tests.support.models import Small
-from tests.support.programs import ROOT
 from timing import COUNTS, Quartiles
 
-BENCHMARKS = ROOT / "benchmarks"
 SHAPES = ["2x4x28x28", "3x2x22x21"]
 VIT = "vit_tiny_patch16_224"
-Speed = tuple[str, dict[str, Any]]
 
 
-def run(script: str, *arguments: str) -> str:
-    """Run the script in a new process and return its output."""
-    command = [sys.executable, str(BENCHMARKS / script), "--threads", "1", "--shapes", *SHAPES, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "HookdropWarning" not in done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def speed(tmp_path_factory: pytest.TempPathFactory) -> Speed:
-    """The output and the results of a run with all parts."""
-    out = tmp_path_factory.mktemp("speed")
-    text = run("speed.py", "--quick", "--rounds", "4", "--elements", "5e4", "--json", str(out / "results.json"))
-    return text, json.loads((out / "results.json").read_text())
-
-
-def test_all_parts_are_printed_and_written(speed: Speed) -> None:
-    text, results = speed
+@pytest.mark.filterwarnings("error::hookdrop.HookdropWarning", "ignore")
+def test_all_parts_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--threads", "1", "--shapes", *SHAPES, "--quick", "--rounds", "4", "--elements", "5e4"]
+    assert speed.main([*settings, "--json", str(tmp_path / "results.json")]) == 0
+    text, results = capsys.readouterr().out, json.loads((tmp_path / "results.json").read_text())
     machine, names = results["machine"], list(peers.implementations())
     assert (machine["threads"], machine["kernel"]) == (1, kernel.available())
     assert set(machine["versions"]) == {"hookdrop", "torch", "torchvision", "timm"}

@@ -15,7 +15,7 @@ import pytest
 
 from comparison.engines import work
 from comparison.engines.store import Store, StoreError
-from comparison.engines.work import Runner, guarded
+from comparison.engines.work import Runner
 from comparison.report.table import progress
 from comparison.run.record import Failure, Record
 from comparison.spec.run_spec import Run
@@ -74,24 +74,18 @@ class TestStore:
             store.records()
 
 
-@pytest.mark.parametrize(
-    ("arm", "kind", "message"),
-    [("nan", "nan", "FloatingPointError: the loss is nan at step 7"), ("mistake", "error", "KeyError: 'layer9'")],
-)
-def test_an_exception_becomes_a_failed_record_without_paths(tmp_path: Path, arm: str, kind: str, message: str) -> None:
-    record = guarded(partial(job, tmp_path), run := run_of(3, arm))
-    assert (failure := record.failure)
-    assert (failure.kind, failure.message[: len(message)]) == (kind, message)
-    assert failure.message.endswith(f" in _{arm}")
-    assert str(ROOT) not in failure.message
-    assert (record.key, record.spec, record.done) == (run.key, run.model_dump(mode="json"), False)
-
-
 def test_failed_and_killed_runs_become_records_and_the_others_finish(tmp_path: Path, store: Store) -> None:
     runs = runs_of("good", "killed_once", "nan", "mistake", "doubt", "good", "store_full")
     found = train(runs, store)
     kinds = [failure.kind if (failure := found[run.key].failure) else "done" for run in runs]
     assert kinds == ["done", "done", "nan", "error", "error", "done", "error"]
+    for run, message in ((runs[2], "FloatingPointError: the loss is nan at step 7"), (runs[3], "KeyError: 'layer9'")):
+        record = found[run.key]
+        assert record.failure
+        assert record.failure.message.startswith(message)
+        assert record.failure.message.endswith(f" in _{run.arm.name}")
+        assert str(ROOT) not in record.failure.message
+        assert (record.spec, record.done) == (run.model_dump(mode="json"), False)
     assert starts(tmp_path) == {run.key: 1 + (run.arm.name == "killed_once") for run in runs}
     # A record that does not fit on the disk is still reported.
     assert set(store.records()) == {run.key for run in runs[:-1]}

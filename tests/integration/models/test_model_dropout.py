@@ -230,10 +230,7 @@ def test_patch_dropout_of_timm_is_named_as_out_of_reach() -> None:
     assert "PatchDropout calls randn in patch_dropout.py" in found
 
 
-SPEECH = ("WavLM", "Hubert", "Wav2Vec2", "UniSpeech", "UniSpeechSat", "SpeechT5")
-
-
-@pytest.mark.parametrize("kind", SPEECH)
+@pytest.mark.parametrize("kind", ["WavLM", "Wav2Vec2", "SpeechT5"])
 def test_speech_models_have_all_rates_of_their_default_configs(kind: str) -> None:
     """They also mask time steps with random numbers of NumPy, and have no embedding of a mask that is switched off."""
     convs = {"conv_dim": (16,), "conv_stride": (20,), "conv_kernel": (20,)}
