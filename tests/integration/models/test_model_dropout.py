@@ -63,9 +63,7 @@ SAMPLED: dict[str, tuple[Callable[[], nn.Module], Any, set[str]]] = {
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "a stack of LSTMs": (lambda: nn.LSTM(16, 16, 2, dropout=0.3), (torch.randn(4, 2, 16),)),
     "a transformer layer": (lambda: nn.TransformerEncoderLayer(16, 2, 16, 0.2), (torch.randn(2, 4, 16),)),
-    "timm's ResNet": (resnet, (torch.randn(2, 3, 96, 96),)),
     "torchvision's ConvNeXt": (convnext, (IMAGES,)),
-    "BART": (lambda: bart("Model", activation_dropout=0.1), TOKENS),
 }
 
 
@@ -94,8 +92,6 @@ class TestEveryModel:
             clean = outputs(model, given, 0)
             assert all_equal(clean, outputs(model, given, 1))
         for site in sites:
-            if "layerdrop" in site.name:
-                continue  # the model has only one layer to drop
             one = set_dropout(p={other.name: 0.6 * (other is site) for other in sites})
             with inject(model, one, example_input=given):
                 assert any(not all_equal(outputs(model, given, seed), clean) for seed in (1, 2, 3)), site
@@ -230,24 +226,13 @@ def test_patch_dropout_of_timm_is_named_as_out_of_reach() -> None:
     assert "PatchDropout calls randn in patch_dropout.py" in found
 
 
-@pytest.mark.parametrize("kind", ["WavLM", "Wav2Vec2", "SpeechT5"])
+@pytest.mark.parametrize("kind", ["WavLM", "Wav2Vec2"])
 def test_speech_models_have_all_rates_of_their_default_configs(kind: str) -> None:
     """They also mask time steps with random numbers of NumPy, and have no embedding of a mask that is switched off."""
-    convs = {"conv_dim": (16,), "conv_stride": (20,), "conv_kernel": (20,)}
     rates = ("layerdrop", "hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout")
-    if kind == "SpeechT5":
-        sizes = {
-            f"{part}_{name}": n
-            for part in ("encoder", "decoder")
-            for name, n in (("layers", 2), ("ffn_dim", 16), ("attention_heads", 2))
-        }
-        config = transformers.SpeechT5Config(hidden_size=32, **sizes, **convs)
-        rates = ("encoder_layerdrop", "decoder_layerdrop", "positional_dropout", *rates[1:])
-        model = transformers.SpeechT5ForSpeechToText(config)
-        inputs = {"input_values": torch.randn(2, 2000), "decoder_input_ids": TOKENS["input_ids"].repeat(2, 1)}
-    else:
-        config = getattr(transformers, f"{kind}Config")(**SIZE, **convs)
-        model, inputs = getattr(transformers, f"{kind}Model")(config), {"input_values": torch.randn(2, 2000)}
+    convs = {"conv_dim": (16,), "conv_stride": (20,), "conv_kernel": (20,)}
+    config = getattr(transformers, f"{kind}Config")(**SIZE, **convs)
+    model, inputs = getattr(transformers, f"{kind}Model")(config), {"input_values": torch.randn(2, 2000)}
     for step, name in enumerate(rates):
         assert getattr(config, name) in (0.0, 0.1)
         setattr(config, name, 0.2 + step / 100)

@@ -99,21 +99,15 @@ class TestSteps:
         learn.fit(2, cbs=[InjectionCallback(HEAD), rates := Rates(), Callback(before_step=cancel)])
         assert rates.rates[::2] == ramp(0, 6, total=12)
 
-    def test_each_of_two_fits_has_its_own_schedule(self, learn: Learner) -> None:
-        rates = Rates()
-        learn.fine_tune(2, cbs=[InjectionCallback(HEAD), rates])
-        assert rates.rates[:6] == ramp(0, 6)
-        assert rates.rates[6:] == ramp(0, 12)
-
-    def test_a_callback_works_in_every_fit_and_removes_its_hooks(self, learn: Learner) -> None:
+    def test_a_callback_works_in_every_fit_with_its_own_schedule_and_removes_its_hooks(self, learn: Learner) -> None:
         learn.add_cbs([callback := InjectionCallback(HEAD), rates := Rates()])
-        for _ in range(2):
-            learn.fit(1)
-            assert not find(learn.model)
+        learn.fine_tune(2)  # two fits
+        assert not find(learn.model)
         learn.remove_cb(callback)
         learn.fit(1)
-        assert rates.rates[:6] == rates.rates[6:12] == ramp(0, 6)
-        assert set(rates.rates[12:]) == {None}
+        assert rates.rates[:6] == ramp(0, 6)
+        assert rates.rates[6:18] == ramp(0, 12)
+        assert set(rates.rates[18:]) == {None}
 
 
 class TestLearningRateFinder:

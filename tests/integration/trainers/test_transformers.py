@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from hookdrop import HookdropWarning, InjectionSpec, LinearSchedule, StateError, find
+from hookdrop import InjectionSpec, LinearSchedule, StateError, find
 from hookdrop.integrations.transformers import InjectionCallback
 from tests.support import transformers_models
 from tests.support.programs import ROOT
@@ -100,13 +100,6 @@ class TestSteps:
             trainer(tmp_path, callback := InjectionCallback(spec), model=model).train()
             assert str(total) in str(callback.injection.schedule)
             assert [drop.name for drop in find(model)] == [callback.injection.name]
-
-    def test_a_callback_registered_after_the_training_warns(self, tmp_path: Path) -> None:
-        made = trainer(tmp_path, model=llama())
-        made.train()
-        with pytest.warns(HookdropWarning, match="already trained 8 steps, without its hooks"):
-            callback = InjectionCallback(BRANCHES).register(made)
-        assert callback.injection is None
 
     def test_a_callback_that_is_added_during_the_training(self, tmp_path: Path) -> None:
         added, rates = InjectionCallback(BRANCHES), Rates()
