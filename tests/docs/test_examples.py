@@ -240,21 +240,6 @@ def test_mc_dropout_loads_finetuned_weights(whole: Path) -> None:
     assert result["accuracy"] == pytest.approx(saved(whole)["history"][-1]["model accuracy"], abs=0.0021)
 
 
-def test_verdict_depends_on_the_interval() -> None:
-    rng = np.random.default_rng(0)
-    wrong = np.arange(200) < 40
-    good, noise = wrong + 0.1 * rng.random(200), rng.random(200)
-    better = mc_dropout.gain({"softmax entropy": noise, "MC entropy": good}, wrong)
-    worse = mc_dropout.gain({"softmax entropy": good, "MC entropy": noise}, wrong)
-    same = mc_dropout.gain({"softmax entropy": noise, "MC entropy": noise}, wrong)
-    assert "40 errors better than softmax" in mc_dropout.verdict(40, better)
-    assert "40 errors worse than softmax" in mc_dropout.verdict(40, worse)
-    assert "40 errors not clearly different from softmax" in mc_dropout.verdict(40, same)
-    assert "there are no errors to rank" in mc_dropout.verdict(0, mc_dropout.gain({"MC entropy": good}, wrong & False))
-    table = mc_dropout.error_ranking({"MC entropy": good}, wrong)["MC entropy"]
-    assert list(table.values()) == [1.0, 1.0, 0.0]
-
-
 @pytest.fixture(scope="module")
 def demo() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import InjectionError, LayerError, LinearSchedule, inject, plan
+from hookdrop import LayerError, LinearSchedule, inject, plan
 from hookdrop.core.tensor_tree import first_tensor, tensors
 from hookdrop.measure.prediction import Summary
 from hookdrop.recipes import residual_dropout, set_dropout
@@ -204,20 +204,6 @@ class TestResidualDropout:
     def test_model_with_dropout_at_0_or_of_attention_is_accepted(self) -> None:
         assert len(inject(gpt2("Model", resid_pdrop=0.0, embd_pdrop=0.0), residual_dropout()).sites) == 4
         assert inject(llama("Model", attention_dropout=0.1), residual_dropout()).sites
-
-    def test_dropout_with_a_rate_in_the_code_is_refused(self) -> None:
-        class Layer(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-            def forward(self, x: Tensor) -> Tensor:
-                return x + nn.functional.dropout(self.down(self.up(x).relu()), 0.1, self.training)
-
-        with pytest.raises(
-            InjectionError, match=r"already has dropout: 0.dropout is 0.1.\n  it is a number in the code"
-        ):
-            inject(nn.Sequential(Layer(), Layer()), residual_dropout(), example_input=torch.randn(2, 5, 8))
 
 
 def test_patch_dropout_of_timm_is_named_as_out_of_reach() -> None:
