@@ -73,7 +73,7 @@ def names() -> dict[str, Any]:
         "lora": lora,
         "bert": bert(),
         "whisper": whisper(),
-        "images": torch.randn(4, 3, 256, 256),
+        "images": torch.randn(2, 3, 256, 256),
         "tokens": torch.randint(5, 90, (4, 7)),
         "speech": SPEECH,
         "optimizer": torch.optim.SGD([*model.parameters(), *vit.parameters()], 0.1),

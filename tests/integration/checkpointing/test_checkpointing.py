@@ -21,7 +21,6 @@ from torch.utils.checkpoint import (
 from hookdrop import Dropout, HookdropWarning, Injection, LayerError, LinearSchedule, find, inject
 from hookdrop.core import checkpointing
 from hookdrop.core.checkpointing import is_recomputing
-from hookdrop.guards import progress
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from tests.support.models import mlp, toy
 from tests.support.regularizers import EVERY, REPRESENTATIVE, SITES, Case
@@ -444,17 +443,6 @@ def test_checkpointing_enabled_later_warns_without_a_handle() -> None:
             optimizer.step()
 
 
-def test_model_is_watched_until_all_sites_have_run() -> None:
-    model = checkpointed()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    drop = inject(model, Dropout(0.3), layers="blocks.*")
-    optimizer.step()
-    assert id(drop._states[0]) in progress._watched
-    model(torch.ones(2, 8))
-    optimizer.step()
-    assert id(drop._states[0]) not in progress._watched
-
-
 @pytest.mark.parametrize("mode", [True, False])
 def test_transformers_gradient_checkpointing(mode: bool) -> None:
     model = llama().train()
@@ -475,16 +463,3 @@ def test_transformers_gradient_checkpointing(mode: bool) -> None:
     assert all_equal(gradients(), expected)
     drop.remove()
     assert not all_equal(gradients(), expected)
-
-
-def test_pytorch_checkpoint_wrapper() -> None:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-
-    case = EVERY["DropBlock (sparse)"]
-    model, x = case.model(), case.input()
-    drop = inject(model, case.regularizer, layers=SITES)
-    expected = run(model, x, plain)
-    drop.remove()
-    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "Affine")
-    assert [site.name for site in inject(model, case.regularizer, layers=SITES).sites] == SITES
-    assert all_equal(run(model, x, plain), expected)

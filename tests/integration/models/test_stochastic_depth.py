@@ -82,12 +82,10 @@ def test_outputs_and_gradients_match_torchvisions_stochastic_depth_prob(make: Ca
 class TestFamiliesOfTransformers:
     """One family for each structure; `benchmarks/transformers_zoo.py` checks all families in the same way."""
 
-    STATUSES: ClassVar[dict[str, str]] = {
-        "bert": "passed", "falcon_h1": "passed", "glm4v_vision": "batch", "gptj": "passed", "levit": "passed", "t5": "passed",
-        "wav2vec2": "passed",
-    }  # fmt: skip
-
-    MISREAD: ClassVar[dict[str, dict[str, str]]] = {
+    STATUSES: ClassVar[dict[str, dict[str, str]]] = {
+        "stochastic_depth": dict.fromkeys(["bert", "falcon_h1", "gptj", "levit", "t5", "wav2vec2"], "passed")
+        | {"glm4v_vision": "batch"}
+        | dict.fromkeys(["gemma3n_text", "deepseek_v4"], "refused"),  # layers with several streams
         "head_dropout": dict.fromkeys(["bart", "fsmt", "llama"], "passed")
         | {"diffllama": "differs"},  # two maps of attention are one head, and the config counts both
         "layer_drop": dict.fromkeys(["conditional_detr", "levit", "t5"], "passed"),
@@ -96,37 +94,22 @@ class TestFamiliesOfTransformers:
         | dict.fromkeys(["pvt", "siglip2_vision_model", "timesformer", "vilt", "yolos"], "refused"),
     }
 
-    @staticmethod
-    def check(name: str, recipe: str = "stochastic_depth") -> dict[str, Any]:
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize(
+        ("recipe", "name"), [(recipe, name) for recipe, names in STATUSES.items() for name in names]
+    )
+    def test_families_that_are_easily_misread(self, recipe: str, name: str) -> None:
+        """For `stochastic_depth`, every branch of every layer has a site at its end."""
         pytest.importorskip("transformers")
         from families import tiny
         from families.layers import find_runs
         from families.recipes import CASES, run_case
 
-        for model in tiny.models(name):
-            runs, missing, _ = find_runs(model)
-            if not missing:
-                return run_case(CASES[recipe], model, runs)
-        raise AssertionError
-
-    @pytest.mark.filterwarnings("ignore")
-    @pytest.mark.parametrize("name", STATUSES)
-    def test_every_branch_of_every_layer_has_a_site_at_its_end(self, name: str) -> None:
-        record = self.check(name)
-        assert record["status"] == self.STATUSES[name], record
-        assert record["sites"]
-
-    @pytest.mark.filterwarnings("ignore")
-    @pytest.mark.parametrize(
-        ("recipe", "name"), [(recipe, name) for recipe, names in MISREAD.items() for name in names]
-    )
-    def test_families_that_are_easily_misread(self, recipe: str, name: str) -> None:
-        assert self.check(name, recipe)["status"] == self.MISREAD[recipe][name]
-
-    @pytest.mark.filterwarnings("ignore")
-    @pytest.mark.parametrize("name", ["gemma3n_text", "deepseek_v4"])
-    def test_layers_with_several_streams_raise(self, name: str) -> None:
-        assert self.check(name)["status"] == "refused"
+        found = ((model, *find_runs(model)) for model in tiny.models(name))
+        model, runs = next((model, runs) for model, runs, missing, _ in found if not missing)
+        record = run_case(CASES[recipe], model, runs)
+        assert record["status"] == self.STATUSES[recipe][name], record
+        assert record["status"] == "refused" or record["sites"]
 
 
 @pytest.mark.parametrize(("p_scale", "first", "last"), [(None, 0.0, 0.8), ("depth", 0.1, 0.8), ("equal", 0.8, 0.8)])
