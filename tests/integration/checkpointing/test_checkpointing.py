@@ -285,16 +285,8 @@ def two_rates_before_one_backward(model: nn.Sequential, x: Tensor, way: Forward)
     return loss
 
 
-def the_first_two_steps_of_a_ramp(model: nn.Sequential, x: Tensor, way: Forward) -> Tensor:
-    """A forward at rate 0 draws nothing, so the next one starts from the same RNG state."""
-    drop = dropped(model, schedule=LinearSchedule(4))
-    first = way(model, x)
-    drop.step()
-    return (first * way(model, x)).sum()
-
-
 def a_clean_forward_before_a_noisy_one(model: nn.Sequential, x: Tensor, way: Forward) -> Tensor:
-    """As in consistency training. A disabled forward draws nothing, either."""
+    """As in consistency training. A disabled forward draws nothing, so the next one starts from the same RNG state."""
     with dropped(model).disabled():
         clean = way(model, x)
     return (clean - way(model, x)).square().sum()
@@ -331,7 +323,7 @@ def a_backward_after_the_sampling_context(model: nn.Sequential, x: Tensor, way: 
 
 
 SCENARIOS = [
-    one_module_twice_in_a_forward, two_rates_before_one_backward, the_first_two_steps_of_a_ramp,
+    one_module_twice_in_a_forward, two_rates_before_one_backward,
     a_clean_forward_before_a_noisy_one, equal_seeds_at_two_rates, a_teacher_from_the_same_rng_state,
     a_probe_before_the_backward, a_backward_after_the_sampling_context,
 ]  # fmt: skip

@@ -165,19 +165,6 @@ class TestExportInTrainMode:
         assert not torch.equal(program(X), program(X))
         assert zero_fraction(model(X)) == pytest.approx(0.4, abs=0.03)
 
-    @needs_is_exporting
-    @pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
-    @pytest.mark.parametrize("regularizer", [DropBlock(0.4, 3), Dropout(0.4)], ids=name_of)
-    def test_model_can_be_copied_after_an_export_with_dynamic_shapes(self, regularizer: nn.Module) -> None:
-        """Hooks keep no symbolic values of the export."""
-        model, drop = one_site(regularizer)
-        dims = {"input": {0: torch.export.Dim("b"), 2: torch.export.Dim("h"), 3: torch.export.Dim("w")}}
-        torch.export.export(model, (X,), dynamic_shapes=dims, strict=False)
-        drop.step()
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert next(iter(find(twin))).p == 0.4
-        assert drop.probe(X).dropped == pytest.approx(0.4, abs=0.03)
-
     @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
     @pytest.mark.parametrize(
         "regularizer",
