@@ -11,6 +11,7 @@ from torch import nn
 import hookdrop
 from hookdrop import find
 from hookdrop.survey.isolation import call
+from tests.integration.models.test_dropblock import UNet
 from tests.support.code_blocks import blocks_of
 from tests.support.programs import ROOT
 from tests.support.transformers_models import SPEECH, bert, llama, whisper
@@ -21,23 +22,6 @@ INPUTS = {
     **dict.fromkeys(["model", "vit", "unet"], "images"), **dict.fromkeys(["lstm", "llm", "lora", "bert"], "tokens"),
     "whisper": "speech",
 }  # fmt: skip
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = self.stage(3, 8), self.stage(16, 8)
-        self.middle, self.out = self.stage(8, 8), nn.Conv2d(8, 2, 1)
-
-    @staticmethod
-    def stage(inputs: int, outputs: int) -> nn.Sequential:
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skip = self.down(x)
-        below = self.middle(nn.functional.max_pool2d(skip, 2))
-        output: torch.Tensor = self.out(self.up(torch.cat([skip, nn.functional.interpolate(below, scale_factor=2)], 1)))
-        return output
 
 
 class Lstm(nn.Module):

@@ -68,12 +68,6 @@ def metadata(folder: Path) -> dict[str, Any]:
     return found
 
 
-def set_address(folder: Path) -> None:
-    settings = (folder / "pyproject.toml").read_text()
-    assert settings.count('\nrepository = ""\n') == 1
-    (folder / "pyproject.toml").write_text(settings.replace('\nrepository = ""\n', f'\nrepository = "{ADDRESS}/"\n'))
-
-
 def test_source_distribution_contains_the_tests_and_what_they_read(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -142,7 +136,9 @@ def test_metadata_without_and_with_an_address(sources: Path) -> None:
     assert found["authors"] == [{"name": "the hookdrop authors"}]
     assert found["readme"] == {"content-type": "text/markdown", "text": (ROOT / "README.md").read_text()}
     assert not found.get("urls")
-    set_address(sources)
+    settings = (sources / "pyproject.toml").read_text()
+    assert settings.count('\nrepository = ""\n') == 1
+    (sources / "pyproject.toml").write_text(settings.replace('\nrepository = ""\n', f'\nrepository = "{ADDRESS}/"\n'))
     (sources / "README.md").write_text("\n\n".join([(sources / "README.md").read_text(), *LINKS]))
     found = metadata(sources)
     assert found["urls"]["Repository"] == ADDRESS

@@ -225,14 +225,10 @@ def test_eval_mode_disabled_no_grad_and_rate_0_collect_nothing() -> None:
     assert drop.penalty() == 0
 
 
-def checkpointed(part: nn.Module) -> nn.Module:
-    return toy(lambda self, x: checkpoint(self.part, x, use_reentrant=False), part=part)
-
-
 def test_a_checkpoint_inside_of_compiled_code_counts_once() -> None:
     """By default, PyTorch runs a checkpoint with side effects outside of the graph; the error names the setting."""
     part, drop = penalized()
-    model = checkpointed(part)
+    model = toy(lambda self, x: checkpoint(self.part, x, use_reentrant=False), part=part)
     expected = gradients_of(model, lambda: model(X).square().mean() + drop.penalty())
     broken = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(gradients_of(model, lambda: broken(X).square().mean() + drop.penalty()), expected)
@@ -435,10 +431,6 @@ class TestWarningsAndErrors:
             assert 0.0 < zero_fraction(torch.compile(call, backend="eager")(x)) < 1.0
 
 
-def save_nothing(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def save_draws(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     random = torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
     return CheckpointPolicy.MUST_SAVE if random else CheckpointPolicy.PREFER_RECOMPUTE
@@ -448,7 +440,11 @@ def save_draws(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Check
 @pytest.mark.skipif(not hasattr(torch._dynamo.config, SKIP), reason=f"this PyTorch has no {SKIP}")
 @pytest.mark.parametrize(
     ("policy", "budget", "name"),
-    [(save_nothing, 1.0, "DropBlock"), (save_draws, 1.0, "GaussianDropout"), (save_draws, 0.0, "DropBlock")],
+    [
+        (lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE, 1.0, "DropBlock"),
+        (save_draws, 1.0, "GaussianDropout"),
+        (save_draws, 0.0, "DropBlock"),
+    ],
 )
 def test_selective_checkpointing(policy: Any, budget: float, name: str) -> None:
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
