@@ -1,4 +1,4 @@
-"""Each line of the page "I want to ..." runs, and its hooks drop in a training step of the model."""
+"""Each line of the pages "I want to ..." and "Coming from" runs, and its hooks drop in a training step of the model."""
 
 import re
 import warnings
@@ -18,9 +18,11 @@ from tests.support.transformers_models import SPEECH, bert, llama, whisper
 
 PAGE = ROOT / "docs" / "start" / "goals.md"
 ROWS = re.findall(r"^\| (\[.+\]\(.+\)) \| `([^`]+)` \|$", PAGE.read_text(), re.M)
+COMING_FROM = (ROOT / "docs" / "start" / "coming_from.md").read_text()
+LINES = re.findall(r"^\| .+ \| `([^`]+)` \|$", COMING_FROM, re.M)
 INPUTS = {
-    **dict.fromkeys(["model", "vit", "unet"], "images"), **dict.fromkeys(["lstm", "llm", "lora", "bert"], "tokens"),
-    "whisper": "speech",
+    **dict.fromkeys(["model", "vit", "tv_vit", "unet"], "images"), **dict.fromkeys(["rnn", "conv1d"], "sequences"),
+    **dict.fromkeys(["lstm", "llm", "lora", "bert"], "tokens"), "whisper": "speech",
 }  # fmt: skip
 
 
@@ -57,6 +59,12 @@ def names() -> dict[str, Any]:
         "lora": lora,
         "bert": bert(),
         "whisper": whisper(),
+        "tv_vit": torchvision.models.VisionTransformer(256, 64, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=16),
+        "rnn": nn.Sequential(nn.LSTM(8, 8, batch_first=True)),
+        "conv1d": nn.Sequential(nn.Conv1d(5, 8, 3), nn.SELU()),
+        "functional": hookdrop.functional,
+        "x": torch.randn(2, 3, 16, 16),
+        "sequences": torch.randn(2, 5, 8),
         "images": torch.randn(2, 3, 256, 256),
         "tokens": torch.randint(5, 90, (4, 7)),
         "speech": SPEECH,
@@ -71,7 +79,7 @@ def names() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("line", [line for _, line in ROWS])
+@pytest.mark.parametrize("line", [*(line for _, line in ROWS), *LINES])
 def test_the_line_runs(names: dict[str, Any], line: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     if "drop.probe" in line:
@@ -93,3 +101,4 @@ def test_the_line_runs(names: dict[str, Any], line: str, tmp_path: Any, monkeypa
 
 def test_every_row_has_a_line_and_a_page() -> None:
     assert len(ROWS) == len(re.findall(r"^\| (?!goal|-)", PAGE.read_text(), re.M)) >= 25
+    assert len(LINES) == len(re.findall(r"^\| (?!there|--).*", COMING_FROM, re.M)) > 30
