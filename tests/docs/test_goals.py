@@ -65,7 +65,7 @@ def names() -> dict[str, Any]:
         "functional": hookdrop.functional,
         "x": torch.randn(2, 3, 16, 16),
         "sequences": torch.randn(2, 5, 8),
-        "images": torch.randn(2, 3, 256, 256),
+        "images": torch.randn(4, 3, 256, 256),
         "tokens": torch.randint(5, 90, (4, 7)),
         "speech": SPEECH,
         "optimizer": torch.optim.SGD([*model.parameters(), *vit.parameters()], 0.1),

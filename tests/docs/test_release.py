@@ -139,7 +139,7 @@ def test_metadata_without_and_with_an_address(sources: Path) -> None:
     settings = (sources / "pyproject.toml").read_text()
     assert settings.count('\nrepository = ""\n') == 1
     (sources / "pyproject.toml").write_text(settings.replace('\nrepository = ""\n', f'\nrepository = "{ADDRESS}/"\n'))
-    (sources / "README.md").write_text("\n\n".join([(sources / "README.md").read_text(), *LINKS]))
+    (sources / "README.md").write_text("\n\n".join([(sources / "README.md").read_text().rstrip(), *LINKS]))
     found = metadata(sources)
     assert found["urls"]["Repository"] == ADDRESS
     title, badges, *parts = found["readme"]["text"].split("\n\n")
