@@ -13,6 +13,7 @@ from hookdrop import find
 from hookdrop.survey.isolation import call
 from tests.integration.models.test_dropblock import UNet
 from tests.support.code_blocks import blocks_of
+from tests.support.models import toy
 from tests.support.programs import ROOT
 from tests.support.transformers_models import SPEECH, bert, llama, whisper
 
@@ -24,16 +25,6 @@ INPUTS = {
     **dict.fromkeys(["model", "vit", "tv_vit", "unet"], "images"), **dict.fromkeys(["rnn", "conv1d"], "sequences"),
     **dict.fromkeys(["lstm", "llm", "lora", "bert"], "tokens"), "whisper": "speech",
 }  # fmt: skip
-
-
-class Lstm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(99, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 99)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.head(self.lstm(self.embed(tokens))[0])
-        return output
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +45,12 @@ def names() -> dict[str, Any]:
         "vit": vit,
         "unet": UNet(),
         "detector": detector(weights=None, weights_backbone=None, num_classes=3),
-        "lstm": Lstm(),
+        "lstm": toy(
+            lambda m, tokens: m.head(m.lstm(m.embed(tokens))[0]),
+            embed=nn.Embedding(99, 16),
+            lstm=nn.LSTM(16, 16, batch_first=True),
+            head=nn.Linear(16, 99),
+        ),  # fmt: skip
         "llm": llama(),
         "lora": lora,
         "bert": bert(),

@@ -680,10 +680,6 @@ CASES: list[tuple[str, partial[None]]] = [(title, partial(run_code, code.strip()
 """(title, function that raises an error or warns)."""
 
 
-def code_of(function: partial[None]) -> str:
-    return str(function.args[0])
-
-
 def provoke(function: partial[None]) -> list[str]:
     torch.manual_seed(0)
     gc.collect()
@@ -712,5 +708,5 @@ def messages() -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     for number, (title, function) in enumerate(CASES, start=1):
-        print(f"{number}. {title}\n{textwrap.indent(code_of(function), '    >>> ')}")
+        print(f"{number}. {title}\n{textwrap.indent(function.args[0], '    >>> ')}")
         print(textwrap.indent("\n".join(messages()[title]), "    ") + "\n")
