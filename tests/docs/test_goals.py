@@ -50,7 +50,7 @@ def names() -> dict[str, Any]:
             embed=nn.Embedding(99, 16),
             lstm=nn.LSTM(16, 16, batch_first=True),
             head=nn.Linear(16, 99),
-        ),  # fmt: skip
+        ),
         "llm": llama(),
         "lora": lora,
         "bert": bert(),

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import DropBlock, Dropout, Dropout1d, DropPath, Injection, LinearSchedule, find, inject, seed_per_rank
-from hookdrop.core.events import MOVES
 from tests.integration.distributed.programs import language_model, nets
 from tests.integration.distributed.programs.nets import X, full, gathered, make_net, train
 
@@ -243,30 +242,6 @@ def check_finds_equal_seeds_without_waiting() -> None:
     assert not about_equal_masks(problems)
 
 
-def each_rank_warns_once_about_equal_seeds() -> None:
-    net = make_net()
-    torch.manual_seed(12)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    drop = inject(net, Dropout(0.4), layers="blocks.*", schedule=LinearSchedule(100)).follow(optimizer)
-    str(drop)  # no mask has been drawn yet: no warning
-    found = []
-    for step in range(2 * MOVES):
-        with nets.hookdrop_warnings() as texts:
-            train(net, optimizer, 1)
-            dist.barrier()
-            if rank() == 1 and step == MOVES + 3:
-                drop.metrics()
-        found += [(step + 1, text) for text in texts]
-    with nets.hookdrop_warnings() as texts:
-        drop.metrics()
-        str(drop)
-        drop.state_dict()
-    ((step, text),) = [*found, *((99, text) for text in texts)]
-    assert "ranks 0 and 1 draw identical masks" in text
-    # The rank that is second to reach the tenth step knows both seeds.
-    assert min(gathered(step)) == 10
-
-
 def a_group_declares_that_equal_seeds_are_intended() -> None:
     """Each rank is its own data parallel group. A rank declares nothing: LOCAL_RANK on two machines is a mistake."""
     groups = [dist.new_group([i]) for i in range(2)]
@@ -321,7 +296,6 @@ CHECKS: dict[str, Callable[[], object]] = {
     },
     "branches": branches_are_skipped_on_all_ranks_together,
     "check": check_finds_equal_seeds_without_waiting,
-    "warns once": each_rank_warns_once_about_equal_seeds,
     "equal seeds intended": a_group_declares_that_equal_seeds_are_intended,
     "language model ddp": language_model.ddp,
     "language model fsdp": language_model.fsdp,
