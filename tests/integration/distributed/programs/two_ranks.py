@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import DropBlock, Dropout, Dropout1d, DropPath, Injection, LinearSchedule, find, inject, seed_per_rank
+from hookdrop.core.events import MOVES
 from tests.integration.distributed.programs import language_model, nets
 from tests.integration.distributed.programs.nets import X, full, gathered, make_net, train
 
@@ -235,6 +236,12 @@ def check_finds_equal_seeds_without_waiting() -> None:
     dist.barrier()
     (text,) = about_equal_masks(drop.check())
     assert re.search(r"ranks 0 and 1 draw identical masks.* seeded with 11\.\n.*hookdrop\.seed_per_rank\(\)", text)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    drop.follow(optimizer)
+    with nets.hookdrop_warnings() as texts:
+        train(net, optimizer, 2 * MOVES)
+    assert texts == about_equal_masks(texts)
+    assert len(texts) == 1, "each rank warns once"
     seed_per_rank(11)
     for _ in range(2):
         dist.barrier()
