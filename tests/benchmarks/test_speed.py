@@ -23,6 +23,7 @@ from hookdrop.kernels import native as kernel
 from speed import PAIRS, saved_bytes
 from tests.benchmarks.test_calls import count_calls
 from tests.support.models import Small
+from tests.support.programs import ROOT
 from timing import COUNTS, Quartiles
 
 SHAPES = ["2x4x28x28", "3x2x22x21"]
@@ -74,6 +75,23 @@ def test_training_steps_have_a_ratio_for_each_variant(tmp_path: Path, capsys: py
         assert list(found[part][model]["times"]) == [train_step.CLEAN, *train_step.VARIANTS[part]]
         assert len(found[part][model]["ratios"]) == len(train_step.VARIANTS[part])
     assert "patch_drop_rate" in capsys.readouterr().out
+
+
+LSTM = "LSTM of 128 units, 16 sequences of 32 steps"
+
+
+def test_committed_results_have_every_method() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "costs.json").read_text())["methods"]
+    assert list(found) == [name for model in train_step.MODELS for name in train_step.VARIANTS[model]]
+
+
+def test_methods_of_an_lstm_save_at_least_what_a_step_without_saves(tmp_path: Path) -> None:
+    out, names = tmp_path / "costs.json", list(train_step.VARIANTS[LSTM])
+    arguments = ["--part", "methods", "--rounds", "3", "--threads", "1", "--only", *names, "--json", str(out)]
+    assert train_step.main(arguments) == 0
+    found = json.loads(out.read_text())["methods"]
+    assert list(found) == names
+    assert all(cost["model"] == LSTM and cost["memory"] >= 1 and cost["time"] > 0 for cost in found.values())
 
 
 class TestMemory:
