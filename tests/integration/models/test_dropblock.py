@@ -58,19 +58,18 @@ def sites(model: nn.Module, shape: tuple[int, ...] = (3, 64, 64)) -> set[str]:
     return {site.name for site in plan(model, dropblock_unet(), example_input=torch.zeros(2, *shape)).sites}
 
 
-class TestThePapers:
-    @pytest.mark.parametrize("norm", [True, False], ids=["SA-UNet", "SD-UNet"])
-    def test_outputs_and_gradients_match_the_written_out_model(self, norm: bool) -> None:
-        model, x = UNet(norm), torch.randn(2, 3, 32, 32)
-        twin, plain = copy.deepcopy(model), train_step(copy.deepcopy(model), x)[0]
-        for block in (*twin.encoder, twin.bottom, *twin.decoder):
-            for index, layer in enumerate(block):
-                if isinstance(layer, nn.Conv2d):
-                    block[index] = toy(lambda m, x: functional.drop_block(m.conv(x), 0.18, 3), conv=layer)
-        assert len(inject(model, dropblock_unet(p=0.18, block_size=3)).sites) == 10
-        theirs = train_step(twin, x)
-        assert all_equal(train_step(model, x), theirs)
-        assert not torch.equal(theirs[0], plain)
+@pytest.mark.parametrize("norm", [True, False], ids=["SA-UNet", "SD-UNet"])
+def test_outputs_and_gradients_match_the_written_out_u_net(norm: bool) -> None:
+    model, x = UNet(norm), torch.randn(2, 3, 32, 32)
+    twin, plain = copy.deepcopy(model), train_step(copy.deepcopy(model), x)[0]
+    for block in (*twin.encoder, twin.bottom, *twin.decoder):
+        for index, layer in enumerate(block):
+            if isinstance(layer, nn.Conv2d):
+                block[index] = toy(lambda m, x: functional.drop_block(m.conv(x), 0.18, 3), conv=layer)
+    assert len(inject(model, dropblock_unet(p=0.18, block_size=3)).sites) == 10
+    theirs = train_step(twin, x)
+    assert all_equal(train_step(model, x), theirs)
+    assert not torch.equal(theirs[0], plain)
 
 
 def torchvision_segmentation(name: str, **settings: Any) -> Factory:
@@ -174,14 +173,33 @@ def mobilenet_v2(b: Any, x: Tensor, drop: Drop) -> Tensor:
     return conv_norm(b.conv, x, drop) + skip
 
 
-def test_outputs_and_gradients_match_written_out_blocks() -> None:
-    """MobileNetV2 of torchvision, with DropBlock in the blocks of its last two stages."""
-    model, x = randomize_norms(torchvision.models.mobilenet_v2(num_classes=5)), torch.randn(2, 3, 128, 128)
+def pre_activation(b: Any, x: Tensor, drop: Drop) -> Tensor:
+    skip = drop(x) if b.downsample is None else None
+    x = b.norm1(x)
+    skip = drop(b.downsample(x)) if skip is None else skip
+    return drop(b.conv2(drop(b.norm2(b.conv1(x))))) + skip
+
+
+CNNS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], str, str]] = {
+    "MobileNetV2 of torchvision": (
+        from_torchvision("mobilenet_v2", num_classes=5), mobilenet_v2, r"features\.([7-9]|1[0-3])", r"features\.1[4-7]",
+    ),
+    "ResNetV2 of timm": (
+        from_timm("resnetv2_18", num_classes=5), pre_activation, r"stages\.2\.blocks\.\d", r"stages\.3\.blocks\.\d",
+    ),
+}  # fmt: skip
+"""A model, its written-out block, and the names of the blocks of its last two stages."""
+
+
+@pytest.mark.parametrize("name", CNNS)
+def test_outputs_and_gradients_match_written_out_blocks(name: str) -> None:
+    make, block, before, last = CNNS[name]
+    model, x = randomize_norms(make()), torch.randn(2, 3, 128, 128)
     twin, plain = copy.deepcopy(model), train_step(copy.deepcopy(model), x)[0]
-    for index in range(7, 18):
-        drop = partial(functional.drop_block, p=0.05 if index < 14 else 0.2, block_size=3)
-        block = twin.features[index]
-        block.forward = lambda x, block=block, drop=drop: mobilenet_v2(block, x, drop)
+    for module_name, module in twin.named_modules():
+        if rate := 0.05 * bool(re.fullmatch(before, module_name)) + 0.2 * bool(re.fullmatch(last, module_name)):
+            drop = partial(functional.drop_block, p=rate, block_size=3)
+            module.forward = partial(block, module, drop=drop)
     theirs = train_step(twin, x)
     drop = inject(model, dropblock_resnet(p=0.2, block_size=3), example_input=x)
     assert all_equal(train_step(model, x), theirs)
@@ -215,39 +233,37 @@ RESNETS = {
 }
 
 
-class TestTheDropBlockPaper:
-    """Ghiasi et al. 2018, section 4.1, validated against a written-out model."""
+def written_out(model: nn.Module, p: float, block_size: int) -> Callable[[Tensor], Tensor]:
+    """The forward of the model with DropBlock in groups 3 and 4: on skips, convolutions and projections."""
 
-    @staticmethod
-    def written_out(model: nn.Module, p: float, block_size: int) -> Callable[[Tensor], Tensor]:
-        """The forward of the model with DropBlock in groups 3 and 4: on skips, convolutions and projections."""
+    def block(b: Any, x: Tensor, rate: float) -> Tensor:
+        drop = lambda t: functional.drop_block(t, rate, block_size)
+        skip = drop(x) if b.downsample is None else x
+        out = F.relu(drop(b.bn1(b.conv1(x))))
+        out = drop(b.bn2(b.conv2(out)))
+        if hasattr(b, "conv3"):
+            out = drop(b.bn3(b.conv3(F.relu(out))))
+        return F.relu(out + (skip if b.downsample is None else drop(b.downsample(x))))
 
-        def block(b: Any, x: Tensor, rate: float) -> Tensor:
-            drop = lambda t: functional.drop_block(t, rate, block_size)
-            skip = drop(x) if b.downsample is None else x
-            out = F.relu(drop(b.bn1(b.conv1(x))))
-            out = drop(b.bn2(b.conv2(out)))
-            if hasattr(b, "conv3"):
-                out = drop(b.bn3(b.conv3(F.relu(out))))
-            return F.relu(out + (skip if b.downsample is None else drop(b.downsample(x))))
+    def forward(x: Tensor) -> Tensor:
+        m: Any = model
+        x = m.maxpool(F.relu(m.bn1(m.conv1(x))))
+        for group, rate in ((m.layer1, 0.0), (m.layer2, 0.0), (m.layer3, p / 4), (m.layer4, p)):
+            for b in group:
+                x = block(b, x, rate)
+        return m.fc(x.mean((2, 3)))
 
-        def forward(x: Tensor) -> Tensor:
-            m: Any = model
-            x = m.maxpool(F.relu(m.bn1(m.conv1(x))))
-            for group, rate in ((m.layer1, 0.0), (m.layer2, 0.0), (m.layer3, p / 4), (m.layer4, p)):
-                for b in group:
-                    x = block(b, x, rate)
-            return m.fc(x.mean((2, 3)))
+    return forward
 
-        return forward
 
-    @pytest.mark.parametrize("name", RESNETS)
-    def test_outputs_and_gradients_match_the_written_out_model(self, name: str) -> None:
-        torch.manual_seed(0)
-        model, x = randomize_norms(RESNETS[name]()), torch.randn(2, 3, 128, 128)
-        twin = copy.deepcopy(model)
-        inject(model, dropblock_resnet(p=0.2, block_size=3))
-        assert all_equal(train_step(model, x), train_step(twin, x, self.written_out(twin, 0.2, 3)))
+@pytest.mark.parametrize("name", RESNETS)
+def test_outputs_and_gradients_match_the_dropblock_paper(name: str) -> None:
+    """Ghiasi et al. 2018, section 4.1."""
+    torch.manual_seed(0)
+    model, x = randomize_norms(RESNETS[name]()), torch.randn(2, 3, 128, 128)
+    twin = copy.deepcopy(model)
+    inject(model, dropblock_resnet(p=0.2, block_size=3))
+    assert all_equal(train_step(model, x), train_step(twin, x, written_out(twin, 0.2, 3)))
 
 
 detection = torchvision.models.detection

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import timm
@@ -79,37 +79,34 @@ def test_outputs_and_gradients_match_torchvisions_stochastic_depth_prob(make: Ca
     assert_same_training_step(make(P), make(0.0), torch.randn(4, 3, 56, 56), own, "depth_from_zero")
 
 
-class TestFamiliesOfTransformers:
-    """One family for each structure; `benchmarks/transformers_zoo.py` checks all families in the same way."""
+STATUSES: dict[str, dict[str, str]] = {
+    "stochastic_depth": dict.fromkeys(["bert", "falcon_h1", "gptj", "levit", "t5", "wav2vec2"], "passed")
+    | {"glm4v_vision": "batch"}
+    | dict.fromkeys(["gemma3n_text", "deepseek_v4"], "refused"),  # layers with several streams
+    "head_dropout": dict.fromkeys(["bart", "fsmt", "llama"], "passed")
+    | {"diffllama": "differs"},  # two maps of attention are one head, and the config counts both
+    "layer_drop": dict.fromkeys(["conditional_detr", "levit", "t5"], "passed"),
+    "neftune": {"t5": "passed"},
+    "patch_dropout": dict.fromkeys(["deit", "idefics3_vision"], "passed")
+    | dict.fromkeys(["pvt", "siglip2_vision_model", "timesformer", "vilt", "yolos"], "refused"),
+}
+"""One family for each structure; `benchmarks/transformers_zoo.py` checks all families in the same way."""
 
-    STATUSES: ClassVar[dict[str, dict[str, str]]] = {
-        "stochastic_depth": dict.fromkeys(["bert", "falcon_h1", "gptj", "levit", "t5", "wav2vec2"], "passed")
-        | {"glm4v_vision": "batch"}
-        | dict.fromkeys(["gemma3n_text", "deepseek_v4"], "refused"),  # layers with several streams
-        "head_dropout": dict.fromkeys(["bart", "fsmt", "llama"], "passed")
-        | {"diffllama": "differs"},  # two maps of attention are one head, and the config counts both
-        "layer_drop": dict.fromkeys(["conditional_detr", "levit", "t5"], "passed"),
-        "neftune": {"t5": "passed"},
-        "patch_dropout": dict.fromkeys(["deit", "idefics3_vision"], "passed")
-        | dict.fromkeys(["pvt", "siglip2_vision_model", "timesformer", "vilt", "yolos"], "refused"),
-    }
 
-    @pytest.mark.filterwarnings("ignore")
-    @pytest.mark.parametrize(
-        ("recipe", "name"), [(recipe, name) for recipe, names in STATUSES.items() for name in names]
-    )
-    def test_families_that_are_easily_misread(self, recipe: str, name: str) -> None:
-        """For `stochastic_depth`, every branch of every layer has a site at its end."""
-        pytest.importorskip("transformers")
-        from families import tiny
-        from families.layers import find_runs
-        from families.recipes import CASES, run_case
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("recipe", "name"), [(recipe, name) for recipe, names in STATUSES.items() for name in names])
+def test_families_that_are_easily_misread(recipe: str, name: str) -> None:
+    """For `stochastic_depth`, every branch of every layer has a site at its end."""
+    pytest.importorskip("transformers")
+    from families import tiny
+    from families.layers import find_runs
+    from families.recipes import CASES, run_case
 
-        found = ((model, *find_runs(model)) for model in tiny.models(name))
-        model, runs = next((model, runs) for model, runs, missing, _ in found if not missing)
-        record = run_case(CASES[recipe], model, runs)
-        assert record["status"] == self.STATUSES[recipe][name], record
-        assert record["status"] == "refused" or record["sites"]
+    found = ((model, *find_runs(model)) for model in tiny.models(name))
+    model, runs = next((model, runs) for model, runs, missing, _ in found if not missing)
+    record = run_case(CASES[recipe], model, runs)
+    assert record["status"] == STATUSES[recipe][name], record
+    assert record["status"] == "refused" or record["sites"]
 
 
 @pytest.mark.parametrize(("p_scale", "first", "last"), [(None, 0.0, 0.8), ("depth", 0.1, 0.8), ("equal", 0.8, 0.8)])

@@ -145,17 +145,16 @@ class TestPatchDropout:
         assert lengths == [9, 13, 5]
 
 
-class TestSubsets:
-    @pytest.mark.parametrize(("samples", "length"), [(4, 7), (7, 7), (8, 8)])
-    def test_kept_samples_are_those_of_the_whole_batch(self, samples: int, length: int) -> None:
-        """With a position for each sample, also where the batch, the length or the width of a head (8) are equal."""
-        model = llama(num_hidden_layers=1)
-        ids = torch.randint(5, 90, (samples, length))
-        positions = torch.arange(length) + torch.arange(samples)[:, None]
-        clean = model(ids, position_ids=positions).logits
-        inject(model.train(), DropPath(0.5, mode="subset", scale=False), layers="**.self_attn")
-        equal = (model(ids, position_ids=positions).logits - clean).abs().flatten(1).amax(1) < 1e-5
-        assert int(equal.sum()) == samples // 2
+@pytest.mark.parametrize(("samples", "length"), [(4, 7), (7, 7), (8, 8)])
+def test_kept_samples_are_those_of_the_whole_batch(samples: int, length: int) -> None:
+    """With a position for each sample, also where the batch, the length or the width of a head (8) are equal."""
+    model = llama(num_hidden_layers=1)
+    ids = torch.randint(5, 90, (samples, length))
+    positions = torch.arange(length) + torch.arange(samples)[:, None]
+    clean = model(ids, position_ids=positions).logits
+    inject(model.train(), DropPath(0.5, mode="subset", scale=False), layers="**.self_attn")
+    equal = (model(ids, position_ids=positions).logits - clean).abs().flatten(1).amax(1) < 1e-5
+    assert int(equal.sum()) == samples // 2
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler reads it
