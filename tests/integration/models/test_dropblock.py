@@ -196,9 +196,9 @@ def test_outputs_and_gradients_match_written_out_blocks(name: str) -> None:
     make, block, before, last = CNNS[name]
     model, x = randomize_norms(make()), torch.randn(2, 3, 128, 128)
     twin, plain = copy.deepcopy(model), train_step(copy.deepcopy(model), x)[0]
-    for module_name, module in twin.named_modules():
-        if rate := 0.05 * bool(re.fullmatch(before, module_name)) + 0.2 * bool(re.fullmatch(last, module_name)):
-            drop = partial(functional.drop_block, p=rate, block_size=3)
+    for pattern, rate in ((before, 0.05), (last, 0.2)):
+        drop = partial(functional.drop_block, p=rate, block_size=3)
+        for module in [module for path, module in twin.named_modules() if re.fullmatch(pattern, path)]:
             module.forward = partial(block, module, drop=drop)
     theirs = train_step(twin, x)
     drop = inject(model, dropblock_resnet(p=0.2, block_size=3), example_input=x)
