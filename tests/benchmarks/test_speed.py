@@ -3,8 +3,6 @@
 import argparse
 import gc
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 
 import overhead
 import peers
+import speed
 import timing
 import train_step
 from hookdrop import Dropout, inject
@@ -27,31 +26,15 @@ from tests.support.models import Small
 from tests.support.programs import ROOT
 from timing import COUNTS, Quartiles
 
-BENCHMARKS = ROOT / "benchmarks"
 SHAPES = ["2x4x28x28", "3x2x22x21"]
-VIT = "vit_tiny_patch16_224"
-Speed = tuple[str, dict[str, Any]]
+VIT = "test_vit"
 
 
-def run(script: str, *arguments: str) -> str:
-    """Run the script in a new process and return its output."""
-    command = [sys.executable, str(BENCHMARKS / script), "--threads", "1", "--shapes", *SHAPES, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "HookdropWarning" not in done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def speed(tmp_path_factory: pytest.TempPathFactory) -> Speed:
-    """The output and the results of a run with all parts."""
-    out = tmp_path_factory.mktemp("speed")
-    text = run("speed.py", "--quick", "--rounds", "4", "--elements", "5e4", "--json", str(out / "results.json"))
-    return text, json.loads((out / "results.json").read_text())
-
-
-def test_all_parts_are_printed_and_written(speed: Speed) -> None:
-    text, results = speed
+@pytest.mark.filterwarnings("error::hookdrop.HookdropWarning", "ignore")
+def test_all_parts_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--threads", "1", "--shapes", *SHAPES, "--quick", "--rounds", "2", "--elements", "5e4"]
+    assert speed.main([*settings, "--json", str(tmp_path / "results.json")]) == 0
+    text, results = capsys.readouterr().out, json.loads((tmp_path / "results.json").read_text())
     machine, names = results["machine"], list(peers.implementations())
     assert (machine["threads"], machine["kernel"]) == (1, kernel.available())
     assert set(machine["versions"]) == {"hookdrop", "torch", "torchvision", "timm"}
@@ -69,16 +52,46 @@ def test_all_parts_are_printed_and_written(speed: Speed) -> None:
     assert all(part in text for part in (machine["cpu"], "Bytes saved per element", *map(" / ".join, PAIRS)))
 
 
-@pytest.mark.filterwarnings("ignore:.*covers the whole 7x7 map")
+@pytest.mark.filterwarnings("ignore:.*covers the whole 5x5 map")
 def test_training_steps_have_a_ratio_for_each_variant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """At 224 pixels; torchvision rejects the even blocks to which it clamps at some smaller sizes."""
-    small = ["--resnet", "resnet18", "--vits", VIT, "--batch", "2", "--rounds", "1", "--threads", "1"]
+    """At 160 pixels; torchvision rejects the even blocks to which it clamps at some smaller sizes."""
+    small = [
+        "--resnet",
+        "resnet18",
+        "--vits",
+        VIT,
+        "--batch",
+        "2",
+        "--rounds",
+        "1",
+        "--threads",
+        "1",
+        "--pixels",
+        "160",
+    ]
     assert train_step.main([*small, "--part", "resnet", "vit", "--json", str(tmp_path / "step.json")]) == 0
     found = json.loads((tmp_path / "step.json").read_text())
     for part, model in (("resnet", "resnet18"), ("vit", VIT)):
         assert list(found[part][model]["times"]) == [train_step.CLEAN, *train_step.VARIANTS[part]]
         assert len(found[part][model]["ratios"]) == len(train_step.VARIANTS[part])
     assert "patch_drop_rate" in capsys.readouterr().out
+
+
+LSTM = "LSTM of 128 units, 16 sequences of 32 steps"
+
+
+def test_committed_results_have_every_method() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "costs.json").read_text())["methods"]
+    assert list(found) == [name for model in train_step.MODELS for name in train_step.VARIANTS[model]]
+
+
+def test_methods_of_an_lstm_save_at_least_what_a_step_without_saves(tmp_path: Path) -> None:
+    out, names = tmp_path / "costs.json", list(train_step.VARIANTS[LSTM])
+    arguments = ["--part", "methods", "--rounds", "3", "--threads", "1", "--only", *names, "--json", str(out)]
+    assert train_step.main(arguments) == 0
+    found = json.loads(out.read_text())["methods"]
+    assert list(found) == names
+    assert all(cost["model"] == LSTM and cost["memory"] >= 1 and cost["time"] > 0 for cost in found.values())
 
 
 class TestMemory:

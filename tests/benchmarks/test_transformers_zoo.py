@@ -26,14 +26,9 @@ from tests.support.programs import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "transformers"
 SAMPLE = [
-    ("stochastic_depth", "mpnet", "passed"),
-    ("head_dropout", "bert", "passed"),
     ("head_dropout", "xlm", "refused"),
-    ("layer_drop", "bart", "passed"),
     ("drop_key", "bart", "passed"),
     ("residual_dropout", "gemma2", "passed"),
-    ("patch_dropout", "vit", "passed"),
-    ("neftune", "gpt2", "passed"),
     ("neftune", "resnet", "no layers"),
 ]
 FOUND: dict[str, Any] = json.loads((RESULTS / "stochastic_depth.json").read_text())
@@ -170,9 +165,8 @@ class Dropped(nn.Module):
         return with_first(self.module(*args, **kwargs), self.drop)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
-def test_residual_dropout_equals_a_twin_with_dropout_modules(name: str) -> None:
-    ((run, *_), _, _) = find_runs(next(tiny.models(name)))
+def test_residual_dropout_equals_a_twin_with_dropout_modules() -> None:
+    ((run, *_), _, _) = find_runs(next(tiny.models("llama")))
     twin = copy.deepcopy(run.module)
     for layer in twin.get_submodule("layers").children():
         layer.self_attn, layer.mlp = Dropped(layer.get_submodule("self_attn")), Dropped(layer.get_submodule("mlp"))
@@ -187,7 +181,10 @@ def test_residual_dropout_equals_a_twin_with_dropout_modules(name: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("recipe", "name", "status"), SAMPLE)
 def test_family_of_the_sample(tmp_path: Path, recipe: str, name: str, status: str) -> None:
-    """The whole sweep covers all families; tests/integration/models/test_stochastic_depth.py has one of each structure."""
+    """The whole sweep covers all families; tests/integration/models/test_stochastic_depth.py has one of each structure.
+
+    It has the recipes that are not here, too.
+    """
     command = ["--only", f"^{name}$", "--out", str(tmp_path), "--workers", "0", "--recipe", recipe]
     assert transformers_zoo.main(command) == 0
     (record,) = json.loads((tmp_path / f"{recipe}.json").read_text())["models"]

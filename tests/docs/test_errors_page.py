@@ -33,22 +33,18 @@ def _libraries() -> None:
         pytest.importorskip(module)
 
 
-@pytest.mark.parametrize("title", [title for title, _ in CASES])
-def test_each_entry_raises_or_warns_once(title: str) -> None:
-    assert len(messages()[title]) == 1, messages()[title]
+# No parameters: each process that runs a test of this file provokes all cases.
+def test_each_entry_raises_or_warns_once_and_a_page_explains_it() -> None:
+    assert len(messages()) == len(CASES)
+    assert not {title: found for title, found in messages().items() if len(found) != 1}
+    every = [message for found in messages().values() for message in found]
+    assert not [message for message in every if not any(matches(quote, message) for quote, *_ in QUOTES)]
 
 
 def test_no_two_messages_are_equal_and_none_ends_a_sentence_with_four_dots() -> None:
     texts = [(title, text.partition(": ")[2]) for title, found in messages().items() for text in found]
     assert not [(a, b) for (a, first), (b, second) in combinations(texts, 2) if first == second]
-    assert len(messages()) == len(CASES)
     assert not [text for found in messages().values() for text in found if "...." in text]
-
-
-@pytest.mark.parametrize("title", [title for title, _ in CASES])
-def test_an_entry_explains_each_message(title: str) -> None:
-    for message in messages()[title]:
-        assert [place for quote, *place in QUOTES if matches(quote, message)], message
 
 
 def test_every_other_message_of_the_source_is_listed() -> None:
@@ -57,17 +53,16 @@ def test_every_other_message_of_the_source_is_listed() -> None:
     assert listed.splitlines() == unprovoked()
 
 
-@pytest.mark.parametrize(("quote", "page", "title"), QUOTES, ids=[quote for quote, *_ in QUOTES])
-def test_each_quote_is_in_a_current_message(quote: str, page: str, title: str) -> None:
-    assert len(quote.replace("...", "")) >= 8, "too short to search for"
-    assert any(matches(quote, message) for found in messages().values() for message in found)
+def test_each_quote_is_in_a_current_message_and_in_one_entry() -> None:
+    quotes, every = [quote for quote, *_ in QUOTES], [message for found in messages().values() for message in found]
+    assert not [quote for quote in quotes if len(quote.replace("...", "")) < 8], "too short to search for"
+    assert not [quote for quote in quotes if not any(matches(quote, message) for message in every)]
+    assert len({quote: place for quote, *place in QUOTES}) == len({(quote, *place) for quote, *place in QUOTES})
 
 
-@pytest.mark.parametrize(("place", "text"), ENTRIES.items(), ids=[title for _, title in ENTRIES])
-def test_each_entry_says_what_to_do_about_messages_that_no_other_entry_has(place: tuple[str, str], text: str) -> None:
-    quotes = quotes_of(place[1], text)
-    assert len(re.sub(r"Also: .*?\n\n", "", text, flags=re.S).split()) >= 5
-    assert not [other for other, *where in QUOTES if tuple(where) != place and other in quotes]
+def test_each_entry_says_what_to_do() -> None:
+    said = {place: re.sub(r"Also: .*?\n\n", "", text, flags=re.S).split() for place, text in ENTRIES.items()}
+    assert not [place for place, words in said.items() if len(words) < 5]
 
 
 def test_the_entries_are_short() -> None:

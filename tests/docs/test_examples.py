@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -159,20 +158,6 @@ def test_existing_run_is_not_overwritten(whole: Path, words: str, said: str) -> 
     assert (whole / "last.pt").read_bytes() == before
 
 
-def test_a_skipped_step_does_not_count(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = []
-
-    def overflows_once(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        losses.append(torch.nn.functional.cross_entropy(logits, labels))
-        return losses[-1] * (math.inf if len(losses) == 2 else 1.0)
-
-    monkeypatch.setattr(finetune, "cross_entropy", overflows_once)
-    result = run(tmp_path, DROPOUT, f"--amp fp16 --epochs 1 --batch-size 10 --data {folder}")
-    assert len(losses) == saved(tmp_path)["step"] == 3
-    assert result["hookdrop/dropout/step"] == 2
-    assert saved(tmp_path)["scaler"]["scale"] == 65536 / 2
-
-
 def test_image_folder_with_different_validation_classes_is_rejected(tmp_path: Path) -> None:
     folder = image_folder(tmp_path / "data", ("circle", "square"), ("square", "star"))
     with pytest.raises(SystemExit, match="have different classes"):
@@ -238,29 +223,6 @@ def test_mc_dropout_loads_finetuned_weights(whole: Path) -> None:
     settings = ["--checkpoint", str(whole / "model.pt"), "--samples", "2", "--device", "cpu"]
     result = mc_dropout.main(settings)
     assert result["accuracy"] == pytest.approx(saved(whole)["history"][-1]["model accuracy"], abs=0.0021)
-
-
-def test_uncertainty_of_known_probabilities() -> None:
-    sampled = hookdrop.Prediction(*torch.zeros(2, 2, 2), torch.tensor([0.6, 0.7]), torch.tensor([0.5, 0.0]), 2)
-    found = mc_dropout.uncertainty(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), sampled)
-    assert found["softmax entropy"] == pytest.approx([0, math.log(2)])
-    assert found["MC entropy"] == pytest.approx([0.6, 0.7])
-    assert found["MC mutual information"] == pytest.approx([0.5, 0])
-
-
-def test_verdict_depends_on_the_interval() -> None:
-    rng = np.random.default_rng(0)
-    wrong = np.arange(200) < 40
-    good, noise = wrong + 0.1 * rng.random(200), rng.random(200)
-    better = mc_dropout.gain({"softmax entropy": noise, "MC entropy": good}, wrong)
-    worse = mc_dropout.gain({"softmax entropy": good, "MC entropy": noise}, wrong)
-    same = mc_dropout.gain({"softmax entropy": noise, "MC entropy": noise}, wrong)
-    assert "40 errors better than softmax" in mc_dropout.verdict(40, better)
-    assert "40 errors worse than softmax" in mc_dropout.verdict(40, worse)
-    assert "40 errors not clearly different from softmax" in mc_dropout.verdict(40, same)
-    assert "there are no errors to rank" in mc_dropout.verdict(0, mc_dropout.gain({"MC entropy": good}, wrong & False))
-    table = mc_dropout.error_ranking({"MC entropy": good}, wrong)["MC entropy"]
-    assert list(table.values()) == [1.0, 1.0, 0.0]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Each line of the page "I want to ..." runs, and its hooks drop in a training step of the model."""
+"""Each line of the pages "I want to ..." and "Coming from" runs, and its hooks drop in a training step of the model."""
 
 import re
 import warnings
@@ -10,50 +10,21 @@ from torch import nn
 
 import hookdrop
 from hookdrop import find
+from hookdrop.survey.isolation import call
+from tests.integration.models.test_dropblock import UNet
 from tests.support.code_blocks import blocks_of
+from tests.support.models import toy
 from tests.support.programs import ROOT
-from tests.support.transformers_models import bert, build, llama
+from tests.support.transformers_models import SPEECH, bert, llama, whisper
 
 PAGE = ROOT / "docs" / "start" / "goals.md"
 ROWS = re.findall(r"^\| (\[.+\]\(.+\)) \| `([^`]+)` \|$", PAGE.read_text(), re.M)
-IMAGES, IDS, SPEECH = "images", "tokens", "speech"
+COMING_FROM = (ROOT / "docs" / "start" / "coming_from.md").read_text()
+LINES = re.findall(r"^\| .+ \| `([^`]+)` \|$", COMING_FROM, re.M)
 INPUTS = {
-    "model": IMAGES,
-    "vit": IMAGES,
-    "unet": IMAGES,
-    "lstm": IDS,
-    "llm": IDS,
-    "lora": IDS,
-    "bert": IDS,
-    "whisper": SPEECH,
-}
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = self.stage(3, 8), self.stage(16, 8)
-        self.middle, self.out = self.stage(8, 8), nn.Conv2d(8, 2, 1)
-
-    @staticmethod
-    def stage(inputs: int, outputs: int) -> nn.Sequential:
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skip = self.down(x)
-        below = self.middle(nn.functional.max_pool2d(skip, 2))
-        output: torch.Tensor = self.out(self.up(torch.cat([skip, nn.functional.interpolate(below, scale_factor=2)], 1)))
-        return output
-
-
-class Lstm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(99, 16), nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 99)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.head(self.lstm(self.embed(tokens))[0])
-        return output
+    **dict.fromkeys(["model", "vit", "tv_vit", "unet"], "images"), **dict.fromkeys(["rnn", "conv1d"], "sequences"),
+    **dict.fromkeys(["lstm", "llm", "lora", "bert"], "tokens"), "whisper": "speech",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +35,6 @@ def names() -> dict[str, Any]:
     model = timm.create_model("resnet18", num_classes=10)
     vit = timm.create_model("test_vit", img_size=256, num_classes=10, proj_drop_rate=0.1)
     detector = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn
-    sizes = {f"{part}_{kind}": 2 for part in ("encoder", "decoder") for kind in ("layers", "attention_heads")}
-    sizes |= {
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-        "d_model": 16,
-        "num_mel_bins": 8,
-        "max_source_positions": 20,
-    }
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3, "use_cache": False}
     with warnings.catch_warnings(action="ignore"):
         lora = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
     other = nn.Sequential(nn.Linear(8, 8))
@@ -83,16 +45,25 @@ def names() -> dict[str, Any]:
         "vit": vit,
         "unet": UNet(),
         "detector": detector(weights=None, weights_backbone=None, num_classes=3),
-        "lstm": Lstm(),
+        "lstm": toy(
+            lambda m, tokens: m.head(m.lstm(m.embed(tokens))[0]),
+            embed=nn.Embedding(99, 16),
+            lstm=nn.LSTM(16, 16, batch_first=True),
+            head=nn.Linear(16, 99),
+        ),
         "llm": llama(),
         "lora": lora,
         "bert": bert(),
-        "whisper": build(
-            "Whisper", "ForConditionalGeneration", vocab_size=99, max_target_positions=16, **sizes, **tokens
-        ),
+        "whisper": whisper(),
+        "tv_vit": torchvision.models.VisionTransformer(256, 64, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=16),
+        "rnn": nn.Sequential(nn.LSTM(8, 8, batch_first=True)),
+        "conv1d": nn.Sequential(nn.Conv1d(5, 8, 3), nn.SELU()),
+        "functional": hookdrop.functional,
+        "x": torch.randn(2, 3, 16, 16),
+        "sequences": torch.randn(2, 5, 8),
         "images": torch.randn(4, 3, 256, 256),
         "tokens": torch.randint(5, 90, (4, 7)),
-        "speech": {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": torch.randint(5, 90, (2, 5))},
+        "speech": SPEECH,
         "optimizer": torch.optim.SGD([*model.parameters(), *vit.parameters()], 0.1),
         "loader": [torch.randn(2, 3, 64, 64)],
         "other": other,
@@ -104,29 +75,26 @@ def names() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("line", [line for _, line in ROWS])
+@pytest.mark.parametrize("line", [*(line for _, line in ROWS), *LINES])
 def test_the_line_runs(names: dict[str, Any], line: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     if "drop.probe" in line:
         line = line.replace("images", "torch.randn(4, 8)")  # what the model of this handle takes
     torch.manual_seed(0)
+    models = [one for one in names.values() if isinstance(one, nn.Module) and one is not names["other"]]
     try:
         exec(line, dict(names))
         for name, kind in INPUTS.items():
-            if find(names[name]):
-                inputs = names[kind]
-                names[name].train()(**inputs) if isinstance(inputs, dict) else names[name].train()(inputs)
-                assert not [problem for problem in find(names[name]).check() if "schedule" not in problem]
-        if line.startswith("inject("):
-            assert any(
-                find(model) for model in names.values() if isinstance(model, nn.Module) and model is not names["other"]
-            )
+            if drop := find(names[name]):
+                call(names[name].train(), names[kind])
+                assert not [problem for problem in drop.check() if "schedule" not in problem]
+        assert any(map(find, models)) or not line.startswith("inject(")
     finally:
-        for model in names.values():
-            if isinstance(model, nn.Module) and model is not names["other"]:
-                find(model).remove()
-                model.train()
+        for model in models:
+            find(model).remove()
+            model.train()
 
 
 def test_every_row_has_a_line_and_a_page() -> None:
     assert len(ROWS) == len(re.findall(r"^\| (?!goal|-)", PAGE.read_text(), re.M)) >= 25
+    assert len(LINES) == len(re.findall(r"^\| (?!there|--).*", COMING_FROM, re.M)) > 30

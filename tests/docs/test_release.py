@@ -68,12 +68,6 @@ def metadata(folder: Path) -> dict[str, Any]:
     return found
 
 
-def set_address(folder: Path) -> None:
-    settings = (folder / "pyproject.toml").read_text()
-    assert settings.count('\nrepository = ""\n') == 1
-    (folder / "pyproject.toml").write_text(settings.replace('\nrepository = ""\n', f'\nrepository = "{ADDRESS}/"\n'))
-
-
 def test_source_distribution_contains_the_tests_and_what_they_read(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -84,10 +78,18 @@ def test_source_distribution_contains_the_tests_and_what_they_read(sdist: Path) 
     assert sdist.name == f"hookdrop-{hookdrop.__version__}.tar.gz"
 
 
-def test_wheel_for_every_platform_has_no_compiled_loops(sources: Path, tmp_path: Path) -> None:
-    wheel = built(sources, tmp_path / "out", HOOKDROP_KERNEL="0")
+@pytest.mark.parametrize("settings", [{"HOOKDROP_KERNEL": "0"}, {"CC": "no-such-compiler"}], ids=str)
+def test_wheel_for_every_platform_has_no_compiled_loops(
+    settings: dict[str, str], sources: Path, tmp_path: Path
+) -> None:
+    """Without a compiler, the build says what is slower."""
+    done = build(sources, tmp_path / "out", **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tmp_path / "out").iterdir()
     assert wheel.name == f"hookdrop-{hookdrop.__version__}-py3-none-any.whl"
     assert {name for name in files(wheel) if ".dist-info/" not in name} == package_files()
+    slower = r"could not compile its C loops\. .* DropBlock.* times as long .* 'no-such-compiler'"
+    assert bool(re.search(slower, flat(done))) is ("CC" in settings)
 
 
 @pytest.mark.skipif(not (shutil.which("cc") or os.environ.get("CC")), reason="no C compiler")
@@ -97,15 +99,6 @@ def test_wheel_with_compiled_loops_is_for_one_platform_and_every_python(sources:
     assert {name for name in files(wheel) if ".dist-info/" not in name} == package_files() | {LIBRARY}
     text = next(name for name in files(wheel) if name.endswith("/WHEEL"))
     assert "Root-Is-Purelib: false" in zipfile.ZipFile(wheel).read(text).decode()
-
-
-def test_build_without_a_compiler_says_what_is_slower(sources: Path, tmp_path: Path) -> None:
-    done = build(sources, tmp_path / "out", CC="no-such-compiler")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"could not compile its C loops\. .* DropBlock.* times as long .* 'no-such-compiler'", flat(done))
-    (wheel,) = (tmp_path / "out").iterdir()
-    assert wheel.name.endswith("-py3-none-any.whl")
-    assert LIBRARY not in files(wheel)
 
 
 def test_required_loops_that_cannot_be_built_fail_the_build(sources: Path, tmp_path: Path) -> None:
@@ -123,22 +116,6 @@ def flat(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join((done.stdout + done.stderr).split())
 
 
-def test_metadata_without_and_with_an_address(sources: Path) -> None:
-    found = metadata(sources)
-    assert found["version"] == hookdrop.__version__
-    assert found["authors"] == [{"name": "the hookdrop authors"}]
-    assert found["readme"] == {"content-type": "text/markdown", "text": (ROOT / "README.md").read_text()}
-    assert not found.get("urls")
-    set_address(sources)
-    found = metadata(sources)
-    assert found["urls"]["Repository"] == ADDRESS
-    title, badges = found["readme"]["text"].split("\n\n")[:2]
-    assert title == "# hookdrop"
-    assert f"({ADDRESS}/actions/workflows/check.yml)" in badges
-    without_code = re.sub(r"^```.*?^```", "", found["readme"]["text"], flags=re.M | re.S)
-    assert not re.findall(r"\]\((?!https?:|#)[^)]*\)|\b(?:src|srcset|href)=\"(?!https?:|#)", without_code)
-
-
 SHOWN = f"{ADDRESS}/blob/v{hookdrop.__version__}"
 RAW = f"{ADDRESS}/raw/v{hookdrop.__version__}"
 LINKS = {
@@ -152,10 +129,25 @@ LINKS = {
 }
 
 
-def test_an_address_makes_links_absolute(sources: Path) -> None:
-    set_address(sources)
-    (sources / "README.md").write_text("\n\n".join(["# hookdrop", *LINKS]))
-    assert metadata(sources)["readme"]["text"].split("\n\n")[2:] == list(LINKS.values())
+def test_metadata_without_and_with_an_address(sources: Path) -> None:
+    """An address makes links absolute."""
+    found = metadata(sources)
+    assert found["version"] == hookdrop.__version__
+    assert found["authors"] == [{"name": "the hookdrop authors"}]
+    assert found["readme"] == {"content-type": "text/markdown", "text": (ROOT / "README.md").read_text()}
+    assert not found.get("urls")
+    settings = (sources / "pyproject.toml").read_text()
+    assert settings.count('\nrepository = ""\n') == 1
+    (sources / "pyproject.toml").write_text(settings.replace('\nrepository = ""\n', f'\nrepository = "{ADDRESS}/"\n'))
+    (sources / "README.md").write_text("\n\n".join([(sources / "README.md").read_text().rstrip(), *LINKS]))
+    found = metadata(sources)
+    assert found["urls"]["Repository"] == ADDRESS
+    title, badges, *parts = found["readme"]["text"].split("\n\n")
+    assert title == "# hookdrop"
+    assert f"({ADDRESS}/actions/workflows/check.yml)" in badges
+    assert parts[-len(LINKS) :] == list(LINKS.values())
+    without_code = re.sub(r"^```.*?^```", "", "\n\n".join(parts[: -len(LINKS)]), flags=re.M | re.S)
+    assert not re.findall(r"\]\((?!https?:|#)[^)]*\)|\b(?:src|srcset|href)=\"(?!https?:|#)", without_code)
 
 
 def test_version_is_the_same_everywhere() -> None:

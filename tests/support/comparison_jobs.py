@@ -3,7 +3,6 @@
 import os
 import resource
 import signal
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -51,11 +50,6 @@ def starts(scratch: Path) -> dict[str, int]:
 
 def _good(run: Run, scratch: Path) -> Record:
     return record_of(run, threads=torch.get_num_threads())
-
-
-def _slow(run: Run, scratch: Path) -> Record:
-    time.sleep(0.2)
-    return record_of(run)
 
 
 def _held(run: Run, scratch: Path) -> Record:

@@ -321,8 +321,7 @@ ActivationPenalty()(torch.ones(2, 3, 4))
 # a penalty of an LSTM with the batch as time
 inject(nn.Sequential(nn.LSTM(4, 4)), ActivationPenalty(), layers="0")
 # a penalty of a tensor without time steps
-inject(model := nn.Sequential(nn.Linear(8, 8)), ActivationPenalty(), layers="0")
-model(torch.ones(2, 8))
+run(nn.Sequential(nn.Linear(8, 8)), ActivationPenalty(), torch.ones(2, 8))
 # a penalty in a reentrant checkpoint
 inject(model := nn.Sequential(nn.Linear(8, 8)), ActivationPenalty(), layers="0")
 torch.utils.checkpoint.checkpoint(model, torch.ones(2, 5, 8, requires_grad=True), use_reentrant=True)
@@ -582,7 +581,6 @@ with drop.sampling():
 # sampling of the copied handle of a model without an example
 model = nn.Sequential(nn.Linear(8, 8), toy(dropped, rate=0.2))
 drop = inject(model, recipes.set_dropout(), example_input=torch.ones(2, 8))
-
 _twin, copied = copy.deepcopy((model, drop))
 with copied.sampling():
     pass
@@ -613,10 +611,8 @@ inject(model, recipes.patch_dropout(p=0.5), example_input=torch.randn(1, 3, 224,
 # a recipe for a model without residual branches
 inject(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), recipes.stochastic_depth(), example_input=IMAGES)
 # a recipe for branches that end with a function
-class Branch(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x).relu()
-inject(nn.Sequential(Branch(8, 8), Branch(8, 8)), recipes.stochastic_depth(), example_input=torch.randn(2, 8))
+branches = (toy(lambda m, x: x + m.fc(x).relu(), fc=nn.Linear(8, 8)) for _ in range(2))
+inject(nn.Sequential(*branches), recipes.stochastic_depth(), example_input=torch.randn(2, 8))
 # a keyword that a recipe does not take
 recipes.stochastic_depth(rate=0.1)
 # set_dropout that reaches nothing
@@ -627,10 +623,8 @@ inject(model, recipes.set_dropout(p={"drop": 0.2}), example_input=torch.ones(2))
 # set_dropout without an example input
 inject(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), recipes.set_dropout(p=0.2))
 # set_dropout of a model with a constant rate
-class Head(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(x, 0.5, self.training)
-inject(nn.Sequential(nn.Dropout(0.1), Head()), recipes.set_dropout(p=0.2), example_input=torch.ones(2))
+head = toy(lambda m, x: nn.functional.dropout(x, 0.5, m.training))
+inject(nn.Sequential(nn.Dropout(0.1), head), recipes.set_dropout(p=0.2), example_input=torch.ones(2))
 # a draw that no rate switches off
 draws = toy(lambda m, x: x * torch.rand(2) if m.training else x)
 inject(nn.Sequential(nn.Dropout(0.1), draws), recipes.set_dropout(), example_input=torch.ones(2))
@@ -680,10 +674,6 @@ CASES: list[tuple[str, partial[None]]] = [(title, partial(run_code, code.strip()
 """(title, function that raises an error or warns)."""
 
 
-def code_of(function: partial[None]) -> str:
-    return str(function.args[0])
-
-
 def provoke(function: partial[None]) -> list[str]:
     torch.manual_seed(0)
     gc.collect()
@@ -712,5 +702,5 @@ def messages() -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     for number, (title, function) in enumerate(CASES, start=1):
-        print(f"{number}. {title}\n{textwrap.indent(code_of(function), '    >>> ')}")
+        print(f"{number}. {title}\n{textwrap.indent(function.args[0], '    >>> ')}")
         print(textwrap.indent("\n".join(messages()[title]), "    ") + "\n")

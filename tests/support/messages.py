@@ -11,17 +11,15 @@ from hookdrop.guards.messages import MESSAGES
 from tests.support.error_catalog import messages
 from tests.support.programs import ROOT
 
-_LEAST = 12  # characters: a shorter text is made elsewhere, or is that of another error
-
 
 def first_lines() -> dict[str, str]:
-    """Each text, with the place of one that raises or warns."""
+    """Each text, with the place of one that raises or warns. A shorter one is made elsewhere, or is that of another error."""
     found = {_first_line(re.sub(r"\{.*?\}", "...", text)): f"messages.py: {kind}" for kind, text in MESSAGES.items()}
     for path in sorted((ROOT / "hookdrop").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             for text in map(_text, _raised(node)):
                 found.setdefault(_first_line(text), f"{path.relative_to(ROOT)}:{node.lineno}")  # type: ignore[attr-defined]
-    return {text: place for text, place in found.items() if len(text.replace("...", "")) >= _LEAST}
+    return {text: place for text, place in found.items() if len(text.replace("...", "")) >= 12}
 
 
 def _raised(node: ast.AST) -> Iterator[ast.expr]:

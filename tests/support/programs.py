@@ -36,16 +36,6 @@ def run_code(code: str, *flags: str, **settings: Any) -> str:
     return done.stdout
 
 
-def run_python(*arguments: object, ranks: int = 0) -> str:
-    """Run a program, under torchrun if there are ranks, and return its output; if it fails, assert with its traceback."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    command = [sys.executable, *launcher, *map(str, arguments)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 @contextmanager
 def locked_folder(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
     """A folder shared by pytest-xdist's workers, for one of them at a time."""

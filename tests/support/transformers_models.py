@@ -42,3 +42,15 @@ def t5(family: str = "T5", **settings: Any) -> nn.Module:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     tokens = {"decoder_start_token_id": 0, "pad_token_id": 0}
     return build(family, "ForConditionalGeneration", **{**sizes, **tokens, **TEXT, **settings})
+
+
+def whisper() -> nn.Module:
+    """A model of speech, which takes `SPEECH`."""
+    sizes = {f"{part}_{kind}": 2 for part in ("encoder", "decoder") for kind in ("layers", "attention_heads")}
+    sizes |= {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_mel_bins": 8}
+    sizes |= {"max_source_positions": 20, "max_target_positions": 16}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    return build("Whisper", "ForConditionalGeneration", **sizes, **tokens, **TEXT)
+
+
+SPEECH = {"input_features": torch.randn(2, 8, 40), "decoder_input_ids": IDS[:2, :5]}

@@ -58,8 +58,6 @@ class TestConfigFile:
         (GOOD.replace("epochs: 3", "epoch: 3"), "mine.yaml: epoch: Extra inputs are not permitted"),
         (GOOD.replace("DropBlock(", "DropBlok("), "arms[0]: parse: 'DropBlok' is not a hookdrop regularizer, recipe or schedule.\n  did you mean: DropBlock"),
         (GOOD.replace("- Drop", "- peer: timm.Drop"), "'timm.DropBlock' is not a peer.\n  did you mean: timm.DropBlock2d"),
-        (GOOD.replace("- Drop", "- recipe: Drop"), "'DropBlock' is not a recipe"),
-        (GOOD + "schedule: Linear\n", "'Linear' is not a hookdrop regularizer, recipe or schedule.\n  did you mean: "),
         (GOOD + "tuning: {space: {p: [0.1, 0.2], lr: [0.1]}, space_none: {lr: [0.1]}}\n", "2 points for arms with a rate and 1 for arms without one"),
         (GOOD + "tuning: {space: {p: [0.1, 0.2]}, space_none: {weight_decay: [0.1, 0.2]}}\n", "weight_decay must be in both space and space_none"),
         (GOOD + "tuning: {space: {p: [0.1]}, space_none: {p: [0.1]}}\n", "arms without a rate have no p"),

@@ -249,24 +249,19 @@ def same(found: list[Difference], published: list[Difference]) -> None:
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.parent.name)
-class TestStoredResults:
-    def test_differences_from_none(self, path: Path) -> None:
-        for cell in cells(path):
-            none, *others = cell.arms
-            for metric in METRICS:
-                pairs = [(arm, difference(runs(arm, metric), runs(none, metric))) for arm in others if arm.against_none]
-                # Controls and references are not corrected.
-                families = [[one for one in pairs if one[0].compared], *([one] for one in pairs if not one[0].compared)]
-                for family in families:
-                    same([found for _, found in family], [arm.against_none[metric] for arm, _ in family])
-
-    def test_differences_between_regularizers(self, path: Path) -> None:
-        for cell in cells(path):
+def test_differences_from_none_and_between_regularizers(path: Path) -> None:
+    for cell in cells(path):
+        none, *others = cell.arms
+        for metric in METRICS:
+            pairs = [(arm, difference(runs(arm, metric), runs(none, metric))) for arm in others if arm.against_none]
+            # Controls and references are not corrected.
+            families = [[one for one in pairs if one[0].compared], *([one] for one in pairs if not one[0].compared)]
+            for family in families:
+                same([found for _, found in family], [arm.against_none[metric] for arm, _ in family])
             arms = {arm.name: arm for arm in cell.arms}
-            for metric in METRICS:
-                between = [pair for pair in cell.between if pair.metric == metric]
-                found = [difference(runs(arms[pair.a], metric), runs(arms[pair.b], metric)) for pair in between]
-                same(found, [pair.difference for pair in between])
+            between = [pair for pair in cell.between if pair.metric == metric]
+            found = [difference(runs(arms[pair.a], metric), runs(arms[pair.b], metric)) for pair in between]
+            same(found, [pair.difference for pair in between])
 
 
 def test_intervals_over_images_are_those_of_the_published_version() -> None:

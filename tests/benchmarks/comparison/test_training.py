@@ -60,12 +60,6 @@ class TestPairs:
         assert other["weights_before"] != none["weights_before"]
         assert not set(other["batches"]) & set(none["batches"])
 
-    def test_p_0_is_bit_identical_to_none(self, none: Outcome) -> None:
-        still = outcome_of(arm=DROPBLOCK.model_copy(update={"p": 0.0}))
-        assert still["sites"] == 4
-        for what in ("weights_after", "outputs", "train_loss", "nll"):
-            assert still[what] == none[what]  # type: ignore[literal-required]
-
     def test_runs_are_reproducible(self, dropblock: Outcome) -> None:
         assert outcome_of(arm=DROPBLOCK) == dropblock
 

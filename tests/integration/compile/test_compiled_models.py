@@ -20,8 +20,6 @@ from tests.support.programs import run_code
 from tests.support.tensors import X, zero_fraction, zeroed
 from tests.support.training import optimize
 
-STRICT = ("-W", "error::UserWarning")
-
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Identity(), nn.Identity())
@@ -101,18 +99,40 @@ def test_unrelated_compiled_models_are_not_recompiled() -> None:
 
 
 def test_hooked_and_clean_models_do_not_share_code_if_hooked_before_importing_the_compiler() -> None:
+    """Without `torch._dynamo` as the compiler's name, functions that must stay eager are compiled.
+
+    Importing it takes as long as importing PyTorch, so `disable_dynamo` is not `torch.compiler.disable`, which imports it.
+    """
     run_code("""
+import sys
 import torch
 from torch import nn
 from hookdrop import Dropout, inject
+from hookdrop.core.torch_internals import compiler_is_imported, disable_dynamo, when_compiler_is_imported
+
 models = [nn.Sequential(nn.Identity()) for _ in range(2)]
 inject(models[1], Dropout(0.5), layers="0")
+disable_dynamo(lambda x: x)
+found, finders = [], len(sys.meta_path)
+when_compiler_is_imported(lambda: found.append(callable(torch._dynamo.disable)))
+assert found == []
+assert not compiler_is_imported() and "torch._dynamo" not in sys.modules
 clean, hooked = (torch.compile(model, backend="eager")(torch.ones(20_000)) for model in models)
 assert (clean == 0).sum() == 0 and 0.4 < (hooked == 0).float().mean() < 0.6
-""", *STRICT)  # fmt: skip
+assert found == [True], "called once, after the module is fully imported"
+assert compiler_is_imported()
+assert len(sys.meta_path) < finders, "hookdrop's finders were not removed"
+when_compiler_is_imported(lambda: found.append("at once"))
+assert found == [True, "at once"]
+""", "-W", "error::UserWarning")  # fmt: skip
 
 
 def test_code_compiled_before_importing_hookdrop_is_recompiled_once() -> None:
+    """Without guards on hooks, a hook that is placed after the first compiled call never runs.
+
+    Without the names that `enable_hook_guards` reads, code compiled before importing hookdrop keeps running without hooks.
+    `torch.export` must not count as compiled code, or the compiler would be reset needlessly, with a warning.
+    """
     run_code("""
 import warnings, torch
 from torch import nn
@@ -127,7 +147,30 @@ with warnings.catch_warnings(record=True) as caught:
     drop.remove()
     inject(model, Dropout(0.5), layers="0")
 assert ["import hookdrop before the first compiled call" in str(w.message) for w in caught] == [True], caught
-""", *STRICT)  # fmt: skip
+
+from hookdrop.core.torch_internals import enable_hook_guards
+config, x = torch._dynamo.config, torch.ones(1, 2)
+assert not config.skip_nnmodule_hook_guards, "set by hookdrop"
+layer = nn.Linear(2, 2)
+compiled = torch.compile(layer, backend="eager")
+compiled(x)
+handle = layer.register_forward_hook(lambda *_: torch.zeros(1, 2))
+assert not compiled(x).any()
+handle.remove()
+assert compiled(x).any()
+torch.compiler.reset()
+
+def unguarded():
+    config.skip_nnmodule_hook_guards = True  # as it is by default
+    return enable_hook_guards()
+
+assert not unguarded()
+torch.export.export(nn.Linear(2, 2), (x,), strict=True)
+assert not unguarded()
+torch.compile(nn.Linear(2, 2), backend="eager")(x)
+assert unguarded()
+assert not enable_hook_guards(), "hooks are guarded now"
+""")
 
 
 def test_inject_inside_a_trace_raises() -> None:
@@ -145,17 +188,6 @@ def test_inject_inside_a_trace_raises() -> None:
         warnings.simplefilter("ignore")
         with pytest.raises(InjectionError, match="inside a trace"):
             torch.jit.trace(step, X)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo at a graph break
-def test_a_compiled_train_step_follows_the_optimizer() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(100))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    drop.follow(optimizer)
-    fast = compiled(model)
-    optimize(fast, 12, optimizer, torch.ones(2, 4))
-    assert drop.step_count == 12
 
 
 def test_a_warning_raised_as_an_error_does_not_interrupt_rate_updates() -> None:
@@ -228,66 +260,3 @@ def test_disable_dynamo() -> None:
 
     torch.compile(lambda x: outside(x) * 2, backend="eager")(torch.ones(2))
     assert seen == [False]
-
-
-def test_code_before_the_compiler_is_imported() -> None:
-    """Without `torch._dynamo` as the compiler's name, functions that must stay eager are compiled.
-
-    Importing it takes as long as importing PyTorch, so `disable_dynamo` is not `torch.compiler.disable`, which imports it.
-    """
-    run_code("""
-import sys
-import torch
-from hookdrop.core.torch_internals import compiler_is_imported, disable_dynamo, when_compiler_is_imported
-
-disable_dynamo(lambda x: x)
-found, finders = [], len(sys.meta_path)
-when_compiler_is_imported(lambda: found.append(callable(torch._dynamo.disable)))
-assert found == []
-assert not compiler_is_imported() and "torch._dynamo" not in sys.modules
-torch.compile(torch.sin, backend="eager")(torch.ones(1))
-assert found == [True], "called once, after the module is fully imported"
-assert compiler_is_imported()
-assert len(sys.meta_path) < finders, "hookdrop's finders were not removed"
-when_compiler_is_imported(lambda: found.append("at once"))
-assert found == [True, "at once"]
-""")
-
-
-def test_hook_guards() -> None:
-    """Without them, a hook that is placed after the first compiled call never runs.
-
-    Without the names that `enable_hook_guards` reads, code compiled before importing hookdrop keeps running without hooks.
-    `torch.export` must not count as compiled code, or the compiler would be reset needlessly, with a warning.
-    """
-    run_code("""
-import torch
-import torch._dynamo
-import torch.export
-from torch import nn
-
-import hookdrop
-from hookdrop.core.torch_internals import enable_hook_guards
-
-config, x = torch._dynamo.config, torch.ones(1, 2)
-assert not config.skip_nnmodule_hook_guards, "set by hookdrop"
-layer = nn.Linear(2, 2)
-compiled = torch.compile(layer, backend="eager")
-compiled(x)
-handle = layer.register_forward_hook(lambda *_: torch.zeros(1, 2))
-assert not compiled(x).any()
-handle.remove()
-assert compiled(x).any()
-torch.compiler.reset()
-
-def unguarded():
-    config.skip_nnmodule_hook_guards = True  # as it is by default
-    return enable_hook_guards()
-
-assert not unguarded()
-torch.export.export(nn.Linear(2, 2), (x,), strict=True)
-assert not unguarded()
-torch.compile(nn.Linear(2, 2), backend="eager")(x)
-assert unguarded()
-assert not enable_hook_guards(), "hooks are guarded now"
-""")

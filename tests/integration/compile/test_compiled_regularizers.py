@@ -36,7 +36,6 @@ X = torch.ones(64, 64, 12, 12)
 FEW = {"Dropout": X, "DropBlock": X, "DropPath": torch.ones(4096, 9), "UniformNoise": X}
 """One for each way to draw, with an input that shows the rate. `test_compiled_code_equals_eager_code` has all regularizers."""
 TEXTS = {name: f"{name}(0.4)" for name in FEW} | {"DropBlock": "DropBlock(0.4, 3, normalize=None)"}
-TWO = pytest.mark.parametrize("name", ["DropBlock", "DropPath"])
 
 
 def measured_rate(name: str, y: Tensor) -> float:
@@ -126,21 +125,22 @@ def test_dynamic_shapes_and_memory_format() -> None:
     assert graphs() == 1
 
 
-def blocks(use_reentrant: bool) -> nn.Module:
-    inner = nn.Sequential(nn.Identity(), nn.Hardtanh(-9, 9))
-    return toy(lambda m, x: checkpoint(m.inner, x, use_reentrant=use_reentrant), inner=inner)
+def blocks(use_reentrant: bool) -> tuple[nn.Module, hookdrop.Injection]:
+    """A checkpoint around a site that draws by an operator of hookdrop, and one that draws by an operator of PyTorch."""
+    inner = nn.Sequential(nn.Identity(), nn.Hardtanh(-9, 9), nn.Identity())
+    model = toy(lambda m, x: checkpoint(m.inner, x, use_reentrant=use_reentrant), inner=inner)
+    given = {"inner.0": TEXTS["DropBlock"], "inner.2": TEXTS["DropPath"]}
+    return model, inject(model, given, schedule=LinearSchedule(4))
 
 
-@TWO
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_replays_the_mask(name: str, use_reentrant: bool) -> None:
+def test_checkpointing_replays_the_mask(use_reentrant: bool) -> None:
     """The gradient is the multiplier of the forward, although the block is recomputed."""
-    model = blocks(use_reentrant)
-    drop = inject(model, TEXTS[name], layers="inner.0", schedule=LinearSchedule(4))
+    model, drop = blocks(use_reentrant)
     fast = compiled(model, fullgraph=False)
     for step in (1, 3):
         drop.seek(step)
-        y = fast(x := FEW[name].clone().requires_grad_())
+        y = fast(x := X.clone().requires_grad_())
         y.sum().backward()
         torch.testing.assert_close(x.grad, y)
 
@@ -148,13 +148,12 @@ def test_checkpointing_replays_the_mask(name: str, use_reentrant: bool) -> None:
 SKIP = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
-@TWO
 @pytest.mark.skipif(not hasattr(torch._dynamo.config, SKIP), reason=f"this PyTorch has no {SKIP}")
-def test_checkpointing_inside_one_graph(name: str) -> None:
+def test_checkpointing_inside_one_graph() -> None:
     """A hook records that it ran, a side effect that PyTorch must be allowed to skip in the recomputation."""
     with torch._dynamo.config.patch({SKIP: True}):
-        model, x = blocks(use_reentrant=False), FEW[name].clone().requires_grad_()
-        inject(model, TEXTS[name], layers="inner.0")
+        (model, drop), x = blocks(use_reentrant=False), X.clone().requires_grad_()
+        drop.seek(4)
         y = compiled(model)(x)
         torch.testing.assert_close(*torch.autograd.grad(y.sum(), x), y)
 
@@ -176,34 +175,30 @@ def test_eval_graph_equals_that_of_the_clean_model(regularizer: Any) -> None:
     assert counts == [counts[0]] * 2
 
 
-FOREIGN: list[tuple[nn.Module, str | None]] = [
-    (nn.Dropout2d(0.4), "use hookdrop.Dropout2d(p=0.4), which compiles without a graph break"),
-    (nn.RReLU(), None),
+FOREIGN: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: nn.Dropout2d(0.4), "hookdrop.Dropout2d(p=0.4), which compiles without a graph break"),
+    (
+        lambda: pytest.importorskip("torchvision.ops").StochasticDepth(0.4, "row"),
+        "hookdrop.DropPath(p=0.4, mode='row'),",
+    ),
+    (lambda: pytest.importorskip("timm.layers").DropBlock2d(0.4, 3), "hookdrop.DropBlock(p=0.4, block_size=3), which"),
 ]
-try:
-    import timm.layers
-    import torchvision.ops
-except ImportError:
-    pass
-else:
-    FOREIGN += [
-        (torchvision.ops.StochasticDepth(0.4, "row"), "use hookdrop.DropPath(p=0.4, mode='row'), which"),
-        (timm.layers.DropBlock2d(0.4, 3), "use hookdrop.DropBlock(p=0.4, block_size=3), which"),
-    ]
 
 
-@pytest.mark.parametrize(("theirs", "instead"), FOREIGN, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(("theirs", "instead"), FOREIGN)
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="this PyTorch does not report the reason")
-def test_fullgraph_error_names_the_compilable_alternative(theirs: nn.Module, instead: str | None) -> None:
-    model = Net()
-    inject(model, theirs, layers="inner")
-    if instead is None:  # without a rate, nothing could become a constant
-        compiled(model)(X)
-        return
+def test_fullgraph_error_names_the_compilable_alternative(theirs: Callable[[], nn.Module], instead: str) -> None:
+    inject(model := Net(), theirs(), layers="inner")
     with pytest.raises(torch._dynamo.exc.Unsupported) as error:
         compiled(model)(X)
-    assert instead in str(error.value)
+    assert f"use {instead}" in str(error.value)
     assert "as a Python float, which compiled code treats as a constant" in str(error.value)
+
+
+def test_a_foreign_module_without_a_rate_is_part_of_the_graph() -> None:
+    """Nothing could become a constant."""
+    inject(model := Net(), nn.RReLU(), layers="inner")
+    compiled(model)(X)
 
 
 def test_rates_of_foreign_modules_are_right_after_a_graph_break() -> None:
@@ -375,14 +370,13 @@ class TestDropBlock:
 
 
 class TestSamplesAndMasks:
-    @pytest.mark.parametrize("shape", [(12,), (12, 5, 5), (12, 3, 3, 3)], ids=str)
-    def test_compiled_masksembles_equals_eager(self, shape: tuple[int, ...]) -> None:
+    def test_compiled_masksembles_equals_eager(self) -> None:
         """Two graphs: the first batch size and all others. In eval mode, the result is the input."""
         inject(model := nn.Sequential(nn.Identity()), hookdrop.Masksembles(n=4), layers="0")
         fast = torch.compile(model, backend="aot_eager", fullgraph=True)
         for size in (8, 12, 32):
             results = []
-            x = torch.randn(size, *shape, requires_grad=True)
+            x = torch.randn(size, 12, 5, 5, requires_grad=True)
             for call in (model, fast, copy.deepcopy(model)):
                 y = call(x)
                 results.append([y, *torch.autograd.grad(y.square().sum(), x)])

@@ -23,10 +23,6 @@ CANNOT_DISTINGUISH = "this PyTorch cannot distinguish exports from compiled code
 needs_is_exporting = pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason=CANNOT_DISTINGUISH)
 
 
-def name_of(regularizer: Any) -> str:
-    return f"{type(regularizer).__module__.split('.')[0]}-{getattr(regularizer, '__name__', repr(regularizer))}"
-
-
 def everywhere(model: Small) -> Small:
     """Place all kinds of hooks: on containers, layers, inputs and the model itself; also foreign modules."""
     inject(model, DropBlock(0.4, 3), layers="layer1.*", schedule=LinearSchedule(4)).seek(2)
@@ -153,7 +149,7 @@ class TestExportInTrainMode:
     @needs_is_exporting
     @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
     @pytest.mark.parametrize("strict", [True, False])
-    @pytest.mark.parametrize("regularizer", [DropBlock(0.4, 3, normalize=None), Dropout(0.4)], ids=name_of)
+    @pytest.mark.parametrize("regularizer", [DropBlock(0.4, 3, normalize=None), Dropout(0.4)], ids=str)
     def test_export_keeps_the_current_rate_and_warns(self, regularizer: Any, strict: bool) -> None:
         model, drop = one_site(regularizer)
         with pytest.warns(HookdropWarning) as caught:
@@ -165,23 +161,10 @@ class TestExportInTrainMode:
         assert not torch.equal(program(X), program(X))
         assert zero_fraction(model(X)) == pytest.approx(0.4, abs=0.03)
 
-    @needs_is_exporting
-    @pytest.mark.filterwarnings("ignore::hookdrop.HookdropWarning")
-    @pytest.mark.parametrize("regularizer", [DropBlock(0.4, 3), Dropout(0.4)], ids=name_of)
-    def test_model_can_be_copied_after_an_export_with_dynamic_shapes(self, regularizer: nn.Module) -> None:
-        """Hooks keep no symbolic values of the export."""
-        model, drop = one_site(regularizer)
-        dims = {"input": {0: torch.export.Dim("b"), 2: torch.export.Dim("h"), 3: torch.export.Dim("w")}}
-        torch.export.export(model, (X,), dynamic_shapes=dims, strict=False)
-        drop.step()
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert next(iter(find(twin))).p == 0.4
-        assert drop.probe(X).dropped == pytest.approx(0.4, abs=0.03)
-
     @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
     @pytest.mark.parametrize(
         "regularizer",
-        [hookdrop.Dropout2d(0.4), *(DropBlock(0.4, 3, normalize=n) for n in ("batch", "sample", "expected", None))],
+        [hookdrop.Dropout2d(0.4), *(DropBlock(0.4, 3, normalize=n) for n in ("batch", None))],
     )
     def test_make_fx_keeps_the_current_rate(self, regularizer: nn.Module, mode: str) -> None:
         """No warning is raised, because the compiler uses it too, and hooks keep no symbolic values."""
@@ -250,12 +233,3 @@ class TestSymbolicTrace:
         x = torch.ones(3, 4)
         with torch.no_grad():
             assert torch.equal(graph(x), model.eval()(x))
-
-    def test_a_graph_module_can_be_injected_into(self, model: Small, images: torch.Tensor) -> None:
-        graph = torch.fx.symbolic_trace(model)
-        drop = inject(graph, Dropout(0.4), layers=["layer1.*.bn1", "fc"])
-        assert [site.name for site in drop.sites] == ["layer1.0.bn1", "layer1.1.bn1", "fc"]
-        with drop.recording(last=0) as m:
-            graph(images)
-        assert m.totals.calls == 3
-        assert len(find(copy.deepcopy(graph)).sites) == 3

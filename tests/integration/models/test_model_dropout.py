@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import InjectionError, LayerError, LinearSchedule, inject, plan
+from hookdrop import LayerError, LinearSchedule, inject, plan
 from hookdrop.core.tensor_tree import first_tensor, tensors
 from hookdrop.measure.prediction import Summary
 from hookdrop.recipes import residual_dropout, set_dropout
@@ -23,9 +23,9 @@ CNBlockConfig = torchvision.models.convnext.CNBlockConfig
 TOKENS = {"input_ids": torch.arange(8)[None]}
 
 
-def lora(lora_dropout: float) -> nn.Module:
+def lora() -> nn.Module:
     peft = pytest.importorskip("peft")
-    return peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=lora_dropout))
+    return peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
 
 
 def resnet() -> nn.Module:
@@ -82,24 +82,23 @@ def outputs(model: nn.Module, given: Any, seed: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:out of reach")
-class TestEveryModel:
-    def test_no_rate_is_missed_and_each_is_read(self, name: str) -> None:
-        """With all rates at 0 the outputs do not depend on the seed; with one rate above 0 they do."""
-        torch.manual_seed(0)
-        model, given = MODELS[name][0](), MODELS[name][1]
-        before = outputs(model, given, 0)
-        assert not all_equal(before, outputs(model, given, 1))
-        sites = plan(model, set_dropout(), example_input=given).sites
-        with inject(model, set_dropout(p=0.0), example_input=given):
-            clean = outputs(model, given, 0)
-            assert all_equal(clean, outputs(model, given, 1))
-        for site in sites:
-            if "layerdrop" in site.name:
-                continue  # the model has only one layer to drop
-            one = set_dropout(p={other.name: 0.6 * (other is site) for other in sites})
-            with inject(model, one, example_input=given):
-                assert any(not all_equal(outputs(model, given, seed), clean) for seed in (1, 2, 3)), site
-        assert all_equal(outputs(model, given, 0), before)
+def test_no_rate_is_missed_and_each_is_read(name: str) -> None:
+    """With all rates at 0 the outputs do not depend on the seed; with one rate above 0 they do."""
+    torch.manual_seed(0)
+    model, given = MODELS[name][0](), MODELS[name][1]
+    before = outputs(model, given, 0)
+    assert not all_equal(before, outputs(model, given, 1))
+    sites = plan(model, set_dropout(), example_input=given).sites
+    with inject(model, set_dropout(p=0.0), example_input=given):
+        clean = outputs(model, given, 0)
+        assert all_equal(clean, outputs(model, given, 1))
+    for site in sites:
+        if "layerdrop" in site.name:
+            continue  # the model has only one layer to drop
+        one = set_dropout(p={other.name: 0.6 * (other is site) for other in sites})
+        with inject(model, one, example_input=given):
+            assert any(not all_equal(outputs(model, given, seed), clean) for seed in (1, 2, 3)), site
+    assert all_equal(outputs(model, given, 0), before)
 
 
 class TestSampling:
@@ -146,7 +145,7 @@ class TestTransformers:
     @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
     def test_lora_dropout_is_listed(self) -> None:
         """PEFT calls it as `dropout = self.lora_dropout[name]; dropout(x)`."""
-        found = plan(lora(0.1), set_dropout(), example_input=TOKENS)
+        found = plan(lora(), set_dropout(), example_input=TOKENS)
         names = [site.name for site in found.sites if site.p]
         assert names == [f"model.layers.{i}.self_attn.q_proj.lora_dropout.default" for i in (0, 1)]
         assert found.warnings == []
@@ -201,56 +200,21 @@ class TestResidualDropout:
         assert dropped == pytest.approx([0.0, 0.1, 0.2, 0.3], abs=0.02)  # of 24,576 elements: 7 standard errors
 
     @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-    @pytest.mark.parametrize("lora_dropout", [0.0, 0.1])
-    def test_decoder_inside_a_peft_model_is_found(self, lora_dropout: float) -> None:
-        assert inject(lora(lora_dropout), residual_dropout()).sites[0].name.endswith("layers.0.self_attn")
+    def test_decoder_inside_a_peft_model_is_found(self) -> None:
+        assert inject(lora(), residual_dropout()).sites[0].name.endswith("layers.0.self_attn")
 
     def test_model_with_dropout_at_0_or_of_attention_is_accepted(self) -> None:
         assert len(inject(gpt2("Model", resid_pdrop=0.0, embd_pdrop=0.0), residual_dropout()).sites) == 4
         assert inject(llama("Model", attention_dropout=0.1), residual_dropout()).sites
 
-    def test_dropout_with_a_rate_in_the_code_is_refused(self) -> None:
-        class Layer(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
-            def forward(self, x: Tensor) -> Tensor:
-                return x + nn.functional.dropout(self.down(self.up(x).relu()), 0.1, self.training)
-
-        with pytest.raises(
-            InjectionError, match=r"already has dropout: 0.dropout is 0.1.\n  it is a number in the code"
-        ):
-            inject(nn.Sequential(Layer(), Layer()), residual_dropout(), example_input=torch.randn(2, 5, 8))
-
-
-def test_patch_dropout_of_timm_is_named_as_out_of_reach() -> None:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, num_classes=5, patch_drop_rate=0.5).train()
-    [found] = plan(model, set_dropout(p=0.0), example_input=IMAGES).warnings
-    assert "PatchDropout calls randn in patch_dropout.py" in found
-
-
-SPEECH = ("WavLM", "Hubert", "Wav2Vec2", "UniSpeech", "UniSpeechSat", "SpeechT5")
-
-
-@pytest.mark.parametrize("kind", SPEECH)
+@pytest.mark.parametrize("kind", ["WavLM", "Wav2Vec2"])
 def test_speech_models_have_all_rates_of_their_default_configs(kind: str) -> None:
     """They also mask time steps with random numbers of NumPy, and have no embedding of a mask that is switched off."""
-    convs = {"conv_dim": (16,), "conv_stride": (20,), "conv_kernel": (20,)}
     rates = ("layerdrop", "hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout")
-    if kind == "SpeechT5":
-        sizes = {
-            f"{part}_{name}": n
-            for part in ("encoder", "decoder")
-            for name, n in (("layers", 2), ("ffn_dim", 16), ("attention_heads", 2))
-        }
-        config = transformers.SpeechT5Config(hidden_size=32, **sizes, **convs)
-        rates = ("encoder_layerdrop", "decoder_layerdrop", "positional_dropout", *rates[1:])
-        model = transformers.SpeechT5ForSpeechToText(config)
-        inputs = {"input_values": torch.randn(2, 2000), "decoder_input_ids": TOKENS["input_ids"].repeat(2, 1)}
-    else:
-        config = getattr(transformers, f"{kind}Config")(**SIZE, **convs)
-        model, inputs = getattr(transformers, f"{kind}Model")(config), {"input_values": torch.randn(2, 2000)}
+    convs = {"conv_dim": (16,), "conv_stride": (20,), "conv_kernel": (20,)}
+    config = getattr(transformers, f"{kind}Config")(**SIZE, **convs)
+    model, inputs = getattr(transformers, f"{kind}Model")(config), {"input_values": torch.randn(2, 2000)}
     for step, name in enumerate(rates):
         assert getattr(config, name) in (0.0, 0.1)
         setattr(config, name, 0.2 + step / 100)

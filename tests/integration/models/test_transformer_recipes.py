@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import DropPath, InjectionError, LayerError, NEFTune, find, inject
-from hookdrop.recipes import drop_key, head_dropout, layer_drop, neftune, patch_dropout, stochastic_depth
+from hookdrop import DropPath, InjectionError, LayerError, NEFTune, inject
+from hookdrop.recipes import drop_key, head_dropout, layer_drop, neftune, patch_dropout
 from hookdrop.survey.isolation import call
 from tests.support.training import train_step
 from tests.support.transformers_models import IDS, bert, llama, t5
@@ -75,7 +75,7 @@ def swin() -> nn.Module:
 
 
 def nest() -> nn.Module:
-    return timm.create_model("nest_tiny", img_size=32, num_classes=5)
+    return timm.models.nest.Nest(32, embed_dims=(24, 48, 96), num_heads=(3, 6, 12), depths=(1, 1, 2), num_classes=5)
 
 
 @pytest.mark.parametrize(
@@ -120,19 +120,6 @@ def test_a_sample_is_dropped_in_all_of_its_windows_or_in_none(recipe: Any) -> No
 
 
 class TestPatchDropout:
-    @pytest.mark.parametrize("settings", [{}, {"reg_tokens": 4}])
-    def test_half_of_the_patches_reach_the_first_block(self, settings: dict[str, int]) -> None:
-        model, x = timm_vit(64, **settings).train(), torch.randn(2, 3, 64, 64)
-        prefix = 1 + settings.get("reg_tokens", 0)
-        drop = inject(model, patch_dropout(p=0.5), example_input=x)
-        assert [site.regularizer for site in drop.sites] == [f"TokenDropout(p=0.5, prefix={prefix}, remove=True)"]
-        lengths: list[int] = []
-        model.blocks[0].register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
-        with drop.disabled():
-            model(x)
-        model(x)
-        assert lengths == [16 + prefix, 8 + prefix]
-
     def test_a_training_step_equals_that_of_timm_with_patch_drop_rate(self) -> None:
         native, clean = timm_vit(64, patch_drop_rate=0.5), timm_vit(64)
         clean.load_state_dict(native.state_dict())
@@ -158,45 +145,25 @@ class TestPatchDropout:
         assert lengths == [9, 13, 5]
 
 
-class TestSubsets:
-    @pytest.mark.filterwarnings("ignore:.*also returns")
-    def test_no_token_sees_a_later_one_or_padding(self) -> None:
-        model, later = t5().train(), IDS.clone()
-        later[:, -1] += 1
-        given = {"input_ids": IDS, "decoder_input_ids": IDS}
-        tokens = [given, {"input_ids": IDS + 1 - MASK, "decoder_input_ids": later}]
-        inject(model, stochastic_depth(p=0.5, mode="subset"), p_scale="equal", example_input=given)
-        for seed in range(10):
-            logits = []
-            for ids in tokens:
-                torch.manual_seed(seed)
-                logits.append(model(**ids, attention_mask=MASK).logits[:, :-1])
-            assert torch.equal(*logits)
-
-    @pytest.mark.parametrize(("samples", "length"), [(4, 7), (7, 7), (8, 8)])
-    def test_kept_samples_are_those_of_the_whole_batch(self, samples: int, length: int) -> None:
-        """With a position for each sample, also where the batch, the length or the width of a head (8) are equal."""
-        model = llama(num_hidden_layers=1)
-        ids = torch.randint(5, 90, (samples, length))
-        positions = torch.arange(length) + torch.arange(samples)[:, None]
-        clean = model(ids, position_ids=positions).logits
-        inject(model.train(), DropPath(0.5, mode="subset", scale=False), layers="**.self_attn")
-        equal = (model(ids, position_ids=positions).logits - clean).abs().flatten(1).amax(1) < 1e-5
-        assert int(equal.sum()) == samples // 2
+@pytest.mark.parametrize(("samples", "length"), [(4, 7), (7, 7), (8, 8)])
+def test_kept_samples_are_those_of_the_whole_batch(samples: int, length: int) -> None:
+    """With a position for each sample, also where the batch, the length or the width of a head (8) are equal."""
+    model = llama(num_hidden_layers=1)
+    ids = torch.randint(5, 90, (samples, length))
+    positions = torch.arange(length) + torch.arange(samples)[:, None]
+    clean = model(ids, position_ids=positions).logits
+    inject(model.train(), DropPath(0.5, mode="subset", scale=False), layers="**.self_attn")
+    equal = (model(ids, position_ids=positions).logits - clean).abs().flatten(1).amax(1) < 1e-5
+    assert int(equal.sum()) == samples // 2
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler reads it
-def test_recipes_in_compiled_code() -> None:
+def test_layer_drop_in_compiled_code() -> None:
     torch.compiler.reset()
     model = llama()
-    inject(model, neftune(attention_mask=True))
-    fast = torch.compile(model, backend="eager", fullgraph=True)
-    losses = [fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item() for _ in range(12)]
-    assert len(set(losses)) == 12, "each draws other noise"
-    find(model).remove()
     inject(model, layer_drop(p=0.5))
     fast = torch.compile(model, backend="eager")
-    losses = [fast(input_ids=IDS, attention_mask=MASK, labels=IDS).loss.item() for _ in range(12)]
+    losses = [fast(input_ids=IDS, labels=IDS).loss.item() for _ in range(12)]
     assert 1 < len({round(loss, 5) for loss in losses}) <= 4, "two layers, each dropped or not"
 
 
@@ -214,22 +181,16 @@ def test_recipes_find_their_sites_under_peft() -> None:
     assert all(site.called for site in heads.sites)
 
 
-TEXT = {"input_ids": IDS}
 SITES: dict[str, tuple[Any, Any, list[str]]] = {
     "vit": (lambda: timm_vit(64, depth=4), torch.randn(2, 3, 64, 64), [f"blocks.{i}.attn" for i in range(4)]),
-    "llama": (llama, TEXT, [f"model.layers.{i}.self_attn" for i in range(2)]),
     "t5": (
-        t5,
-        {**TEXT, "decoder_input_ids": IDS},
-        [
-            *(f"encoder.block.{i}.layer.0.SelfAttention" for i in range(2)),
-            *(f"decoder.block.{i}.layer.{j}.{kind}Attention" for i in range(2) for j, kind in enumerate(("Self", "EncDec"))),
-        ],
+        t5, {"input_ids": IDS, "decoder_input_ids": IDS},
+        [*(f"encoder.block.{i}.layer.0.SelfAttention" for i in (0, 1)),
+         *(f"decoder.block.{i}.layer.{part}Attention" for i in (0, 1) for part in ("0.Self", "1.EncDec"))],
     ),
     "torch": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 2),
-        torch.randn(2, 5, 16),
-        ["layers.0.self_attn", "layers.1.self_attn"],
+        torch.randn(2, 5, 16), ["layers.0.self_attn", "layers.1.self_attn"],
     ),
 }  # fmt: skip
 

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:numpy.core", "ignore:.*Temporary
 
 HEAD = InjectionSpec("Dropout(p=0.4)", layers="1", schedule="LinearSchedule(steps=1.0)")
 INPUT = InjectionSpec("GaussianNoise(std=0.1)", layers="0", schedule="LinearSchedule(steps=4)", at="input")
-RATE = "hookdrop/dropout/p"
 
 
 class Data(TensorDataset):
@@ -99,21 +98,15 @@ class TestSteps:
         learn.fit(2, cbs=[InjectionCallback(HEAD), rates := Rates(), Callback(before_step=cancel)])
         assert rates.rates[::2] == ramp(0, 6, total=12)
 
-    def test_each_of_two_fits_has_its_own_schedule(self, learn: Learner) -> None:
-        rates = Rates()
-        learn.fine_tune(2, cbs=[InjectionCallback(HEAD), rates])
-        assert rates.rates[:6] == ramp(0, 6)
-        assert rates.rates[6:] == ramp(0, 12)
-
-    def test_a_callback_works_in_every_fit_and_removes_its_hooks(self, learn: Learner) -> None:
+    def test_a_callback_works_in_every_fit_with_its_own_schedule_and_removes_its_hooks(self, learn: Learner) -> None:
         learn.add_cbs([callback := InjectionCallback(HEAD), rates := Rates()])
-        for _ in range(2):
-            learn.fit(1)
-            assert not find(learn.model)
+        learn.fine_tune(2)  # two fits
+        assert not find(learn.model)
         learn.remove_cb(callback)
         learn.fit(1)
-        assert rates.rates[:6] == rates.rates[6:12] == ramp(0, 6)
-        assert set(rates.rates[12:]) == {None}
+        assert rates.rates[:6] == ramp(0, 6)
+        assert rates.rates[6:18] == ramp(0, 12)
+        assert set(rates.rates[18:]) == {None}
 
 
 class TestLearningRateFinder:
@@ -161,12 +154,10 @@ class TestResume:
         assert not find(loaded.model)
 
 
-def test_the_recorder_keeps_the_rates_beside_the_learning_rates(learn: Learner) -> None:
-    learn.fit_one_cycle(2, cbs=InjectionCallback(HEAD))
-    assert learn.recorder.hps[RATE] == ramp(0, 12)
-    assert len(learn.recorder.hps["lr"]) == 12
-    learn.fit_one_cycle(1, cbs=InjectionCallback(HEAD, log=False))
-    assert RATE not in learn.recorder.hps
+def test_the_recorder_keeps_the_rates_unless_disabled(learn: Learner) -> None:
+    for log in (True, False):
+        learn.fit_one_cycle(1, cbs=InjectionCallback(HEAD, log=log))
+        assert learn.recorder.hps.get("hookdrop/dropout/p", []) == (ramp(0, 6) if log else [])
 
 
 def test_each_rank_gets_its_own_seed(learn: Learner, monkeypatch: pytest.MonkeyPatch) -> None:

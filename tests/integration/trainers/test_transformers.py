@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from hookdrop import HookdropWarning, InjectionSpec, LinearSchedule, StateError, find
+from hookdrop import InjectionSpec, LinearSchedule, StateError, find
 from hookdrop.integrations.transformers import InjectionCallback
 from tests.support import transformers_models
 from tests.support.programs import ROOT
@@ -101,13 +101,6 @@ class TestSteps:
             assert str(total) in str(callback.injection.schedule)
             assert [drop.name for drop in find(model)] == [callback.injection.name]
 
-    def test_a_callback_registered_after_the_training_warns(self, tmp_path: Path) -> None:
-        made = trainer(tmp_path, model=llama())
-        made.train()
-        with pytest.warns(HookdropWarning, match="already trained 8 steps, without its hooks"):
-            callback = InjectionCallback(BRANCHES).register(made)
-        assert callback.injection is None
-
     def test_a_callback_that_is_added_during_the_training(self, tmp_path: Path) -> None:
         added, rates = InjectionCallback(BRANCHES), Rates()
 
@@ -131,11 +124,14 @@ class TestResume:
     @pytest.mark.parametrize("restore", [False, True])
     def test_a_resumed_run_ends_bit_equal(self, restore: bool, tmp_path: Path) -> None:
         settings = RESTORED | {"save_steps": 3, "restore_callback_states_from_checkpoint": restore}
-        whole = trainer(tmp_path, InjectionCallback(BRANCHES, EMBEDDING), **settings)
+        whole = trainer(tmp_path, InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING), **settings)
         whole.train()
-        rates = Rates()
-        resumed = trainer(tmp_path, InjectionCallback(BRANCHES, EMBEDDING), rates, **settings)
+        callbacks, rates = [InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING)], Rates()
+        resumed = trainer(tmp_path, *callbacks, rates, **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        assert [(drop.name, drop.step_count) for callback in callbacks for drop in callback.injection] == [
+            ("residual_dropout", 7), ("embedding", 7)
+        ]  # fmt: skip
         assert rates.rates == pytest.approx([0.3 * step / 8 for step in range(3, 8)])
         for name, value in whole.model.state_dict().items():
             assert torch.equal(value, resumed.model.state_dict()[name]), name
@@ -157,13 +153,6 @@ class TestResume:
         resumed = trainer(tmp_path, callback := InjectionCallback(BRANCHES), **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert callback.injection.step_count == 7
-
-    def test_several_callbacks_that_are_restored_stay_those_of_the_program(self, tmp_path: Path) -> None:
-        trainer(tmp_path, InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING), **RESTORED).train()
-        callbacks = [InjectionCallback(BRANCHES), InjectionCallback(EMBEDDING)]
-        trainer(tmp_path, *callbacks, **RESTORED).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-        assert [drop.name for callback in callbacks for drop in callback.injection] == ["residual_dropout", "embedding"]
-        assert [drop.step_count for callback in callbacks for drop in callback.injection] == [7, 7]
 
     def test_a_removed_callback_places_nothing(self, tmp_path: Path) -> None:
         made = trainer(tmp_path, callback := InjectionCallback(BRANCHES))

@@ -43,15 +43,6 @@ def forward(m: Any, ids: torch.Tensor, attention_mask: torch.Tensor | None = Non
     return m.head(x)
 
 
-def place(model: nn.Module) -> None:
-    inject(model, NEFTune(5, attention_mask=True), layers="embed")
-    inject(model, "LayerDrop(p=0.5)", layers="layers.*")
-    inject(model, HeadDropout(0.3, heads=4), layers="layers.*.proj")
-    inject(model, DropPath(0.5, mode="subset"), layers="layers.*.mlp")
-    inject(model, Dropout(0.5), layers=["embed", "layers.*.qkv"], at="parameters", on_existing="stack")
-    inject(model, "Mixout(p=0.5)", layers="head")
-
-
 def loss_of(model: nn.Module) -> torch.Tensor:
     return model(IDS, attention_mask=MASK).square().mean() * (1 + dist.get_rank())
 
@@ -80,7 +71,12 @@ def placed() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     layers = nn.ModuleList([Layer(), Layer()])
     model = toy(forward, embed=nn.Embedding(24, 16), layers=layers, head=nn.Linear(16, 24))
-    place(model)
+    inject(model, NEFTune(5, attention_mask=True), layers="embed")
+    inject(model, "LayerDrop(p=0.5)", layers="layers.*")
+    inject(model, HeadDropout(0.3, heads=4), layers="layers.*.proj")
+    inject(model, DropPath(0.5, mode="subset"), layers="layers.*.mlp")
+    inject(model, Dropout(0.5), layers=["embed", "layers.*.qkv"], at="parameters", on_existing="stack")
+    inject(model, "Mixout(p=0.5)", layers="head")
     return model, copy.deepcopy(model)
 
 
