@@ -99,6 +99,37 @@ def test_samples_are_independent_as_stated(text: str) -> None:
 
 
 KEYWORDS = {name: row[8].removesuffix(" |").split(", ") for name, row in ROWS.items()}
+FOUND = {
+    "transformer": "Dropout DropPath TokenDropout HeadDropout DropKey LayerDrop NEFTune Mixout GaussianDropout"
+    " stochastic_depth patch_dropout residual_dropout set_dropout",
+    "ViT": "Dropout DropPath TokenDropout HeadDropout DropKey LayerDrop stochastic_depth patch_dropout set_dropout",
+    "LSTM": "Dropout LockedDropout WeightDrop ClipActivationGrad ClampActivationGrad ActivationPenalty set_dropout",
+    "CNN": "Dropout Dropout2d DropBlock DropPath ShakeDrop Cutout AlphaDropout GaussianNoise UniformNoise MixStyle DSU"
+    " Masksembles dropblock_resnet dropblock_unet dropblock_detector stochastic_depth set_dropout",
+    "audio": "Dropout2d DropBlock HeadDropout DropKey LayerDrop LockedDropout stochastic_depth residual_dropout"
+    " set_dropout",
+    "uncertainty": "Dropout Dropout2d Masksembles set_dropout",
+}
+"""What the filter of the matrix has to find. The pages of these methods show them for such models."""
+NOT_AGAINST_OVERFITTING = {"MixStyle", "DSU", "Masksembles"} | {
+    f"{name}ActivationGrad" for name in ("Clip", "Clamp", "Scale")
+}
+
+
+def found(word: str) -> set[str]:
+    """The rows that `matrix.js` shows for a word."""
+    shown = {name: re.sub(r"\]\([^)]*\)", "", " | ".join(row)).lower() for name, row in ROWS.items()}
+    return {name for name, text in shown.items() if word.lower() in text}
+
+
+@pytest.mark.parametrize(("word", "names"), FOUND.items(), ids=list(FOUND))
+def test_the_filter_finds_the_methods_for_a_kind_of_model(word: str, names: str) -> None:
+    assert set(names.split()) <= found(word) < set(ROWS)
+
+
+def test_the_filter_finds_what_saves_time_and_what_reduces_overfitting() -> None:
+    assert found("faster") == {name for name, row in ROWS.items() if row[6] != "no"}
+    assert found("overfit") == set(ROWS) - NOT_AGAINST_OVERFITTING
 
 
 def test_every_row_has_keywords_and_no_keyword_is_misspelled() -> None:
