@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,8 +28,13 @@ class Follower:
         """Called before the first step is counted, with the step count in the optimizer's state, and with whether it
         had a state before that step, such as momentum."""
         self._had_state = False
-        self._handle = optimizer.register_step_post_hook(self._after_step)
-        self._first_handle = optimizer.register_step_pre_hook(self._before_first_step)
+        self._is_stepping = False
+        """Whether a step has begun that was not counted yet. PyTorch calls the hooks of a step also for `super().step()`
+        inside it: the innermost counts."""
+        self._handles = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        )
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -39,22 +42,25 @@ class Follower:
         return self._optimizer()
 
     def detach(self) -> None:
-        self._handle.remove()
-        self._first_handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def release(self) -> None:
         """Stop counting and drop all references, without `detach`: a step is iterating over the optimizer's hooks."""
         self._advance, self._on_first_step = lambda: None, None
 
-    def _before_first_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._had_state = any(optimizer.state.values())
+            self._is_stepping = True
+            if self._on_first_step is not None:
+                self._had_state = any(optimizer.state.values())
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Inside a compiled optimizer step, counting would trigger recompilation at every step.
         if torch.compiler.is_compiling():
             _COUNT.call(self, optimizer)
-        elif not is_inside_step(optimizer):
+        elif self._is_stepping:
+            self._is_stepping = False
             _count(self, optimizer)
 
 
@@ -65,22 +71,10 @@ def _count(follower: Follower, optimizer: Optimizer) -> None:
         return
     first, follower._on_first_step = follower._on_first_step, None
     if first is not None:
-        follower._first_handle.remove()
         # The step count in the optimizer's state, as in Adam.
         steps = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
         first(int(next(steps, 0)), follower._had_state)
     follower._advance()
-
-
-def is_inside_step(optimizer: Optimizer) -> bool:
-    """Whether a hook runs after `super().step()`, inside the step of the class: PyTorch calls the hooks for both."""
-    hooks_of_this = sys._getframe(2)  # the function of PyTorch that calls the step and its hooks
-    frame: FrameType | None = hooks_of_this.f_back
-    while frame is not None:
-        if frame.f_code is hooks_of_this.f_code and frame.f_locals.get("self") is optimizer:
-            return True
-        frame = frame.f_back
-    return False
 
 
 _COUNT = GraphBreak(_count, "hookdrop counts optimizer steps.")

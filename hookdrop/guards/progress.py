@@ -6,23 +6,20 @@ without weights. Updates by other optimizers are detected in forward passes. The
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hookdrop.core import events
-from hookdrop.core.follow import is_inside_step
 from hookdrop.core.hook import SiteHook, first_listeners
-from hookdrop.core.registry import hooks_of
 from hookdrop.core.sink import RateSink
 from hookdrop.core.state import InjectionState, States
-from hookdrop.core.torch_internals import children_of
 from hookdrop.guards.messages import find, warn_each
 from hookdrop.guards.problems import CHANGES, Comparison, find_problems
 from hookdrop.guards.updates import UPDATES_BEFORE_WARNING, UpdateCounter
@@ -125,8 +122,8 @@ _watched = States()
 @cache
 def _listen() -> None:
     # Never removed: removal during the hook loop of an optimizer would fail.
+    register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    register_module_module_registration_hook(_before_registration)
 
 
 def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> None:
@@ -164,9 +161,9 @@ def check(model: nn.Module, state: InjectionState, sinks: Sequence[RateSink], re
 
 def _warn(model: nn.Module | None, states: Sequence[InjectionState], sinks: Sequence[RateSink]) -> None:
     """Warn about the problems of injections."""
-    for state in states if model is not None else ():
-        assert model is not None
-        warn_each(state, check(model, state, [sink for sink in sinks if sink.state is state], requested=False))
+    if model is not None:
+        for state in states:
+            warn_each(state, check(model, state, [sink for sink in sinks if sink.state is state], requested=False))
 
 
 events.placed.append(begin)
@@ -176,9 +173,19 @@ events.removing.append(_warn)
 events.removed.append(unwatch)
 
 
+_stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The optimizers whose step has begun and was not seen yet, as in `Follower`."""
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _stepping.add(optimizer)
+
+
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or is_inside_step(optimizer):
+    if torch.compiler.is_compiling() or optimizer not in _stepping:
         return
+    _stepping.discard(optimizer)
     for state in _watched.snapshot():
         counter: UpdateCounter = state.live.update_counter
         model = counter.model()
@@ -219,18 +226,6 @@ def _compare(counter: UpdateCounter, model: nn.Module, state: InjectionState) ->
         warn_each(state, find(CHANGES, Comparison(model, state)))
 
 
-def _before_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Compare a model again if a hooked module is replaced."""
-    replaced = None if torch.compiler.is_compiling() else dict(children_of(parent).items()).get(name)
-    hooks = () if replaced is None or replaced is child else hooks_of(replaced)
-    for state in {hook.state for _, hook in hooks}:
-        if (counter := state.live.update_counter) is not None and not counter.copied:
-            counter.compared = False
-            _watched.add(state)
-            for hook in state.live.members:
-                hook.listeners = tuple(dict.fromkeys((*hook.listeners, watch_forwards)))
-
-
 def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
     """Compare the model in its first training forward, and watch for updates by optimizers of other libraries."""
     state, live = hook.state, hook.state.live
@@ -241,13 +236,11 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
     if counter is not None and model is not None and module.training and not counter.compared:
         _compare(counter, model, state)
     driven = not state.scheduled or live.was_stepped or state.followed or "not_advancing" in state.warned_kinds
-    if module.training and (counter is None or driven or counter.sampler not in (None, hook.site)):
+    if module.training and (counter is None or driven):
         return hook.unsubscribe(watch_forwards)
     if counter is None or model is None or not torch.is_grad_enabled():
         return None  # a copy, validation or inference
-    if module.training and counter.sampler is None:
-        counter.sampler = hook.site
-    counter.notice_update(state, samples=module.training)
+    counter.notice_update(state)
     if module.training:
         warn_each(state, schedule_problems(state))
     elif live.root is not None and state.enabled and not live.contexts and counter.was_updated():

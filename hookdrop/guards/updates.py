@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, cast
 
-import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter, is_lazy
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hookdrop.core.state import InjectionState
-from hookdrop.core.torch_internals import dispatch_modes, functorch_stack, parameters_of, version_of
+from hookdrop.core.torch_internals import parameters_of, version_of
 
 UPDATES_BEFORE_WARNING = 20
 """Weight updates before a warning is raised. Gradient accumulation, recurrent calls and validation do not update."""
@@ -28,16 +26,14 @@ class UpdateCounter:
         self.copied = copied
         """Whether the hooks are copies, possibly of a teacher or an average that no optimizer trains."""
         self.awaiting_first_calls = not copied  # whether some site may not have run yet and no warning was raised
-        self.compared = copied  # whether the model was compared with its injection since a hooked module was replaced
+        self.compared = copied  # whether the model was compared with its injection
         self.updates = self.updates_since_step = 0
-        self.sampler: str | None = None  # the site whose calls notice updates by optimizers of other libraries
         self.steps_of_others = 0  # steps of optimizers that do not train the model, before it was trained
         self._moves = 0
         self._owner: tuple[weakref.ref[nn.Module], str] | None = None
         """The module and name of the weight. A weak reference to the parameter itself would prevent swapping it."""
         weight = self._weight()
         self._first_version = self._version = None if weight is None else version_of(weight)
-        self._values: list[float] | None = None  # some of the weights, because writes to `.data` do not change versions
 
     def _weight(self) -> nn.Parameter | None:
         """Return the first trainable parameter. It is cached, because a search at every step would be slow."""
@@ -65,27 +61,12 @@ class UpdateCounter:
         moved = 0 if weight is None or self._first_version is None else version_of(weight) - self._first_version
         return max(self.updates, moved) >= UPDATES_BEFORE_WARNING
 
-    def _sample(self) -> list[float] | None:
-        """Return a value of each of about 8 trainable weights; None where none can be read. It waits for a GPU."""
-        model, cuda = self.model(), cast("Any", torch.cuda)
-        capturing = cuda.is_initialized() and cuda.is_current_stream_capturing()
-        if model is None or capturing or dispatch_modes() > 0 or functorch_stack() is not None:
-            return None
-        own = [x for x in model.parameters() if x.requires_grad and not hasattr(x, "placements") and not is_lazy(x)]
-        return [x.detach()[(0,) * x.dim()].item() for x in own[:: len(own) // 8 + 1] if x.numel()]
-
-    def notice_update(self, state: InjectionState, after: Optimizer | None = None, samples: bool = False) -> None:
-        """Count an update if the weights changed since the last call, by `samples` of values, or a step of `after`."""
+    def notice_update(self, state: InjectionState, after: Optimizer | None = None) -> None:
+        """Count an update if the version of the weight changed since the last call, or after a step of its optimizer."""
         weight, live = self._weight(), state.live
         before, self._version = self._version, None if weight is None else version_of(weight)
-        # Fused kernels do not increment the version.
-        fused = after is not None and any(group.get("fused") for group in after.param_groups[:1])
-        changed = before != self._version or (fused and after is not None and self.is_trained_by(after))
-        if changed:
-            self._values = None
-        elif samples:
-            last, self._values = self._values, self._sample()
-            changed = None not in (last, self._values) and last != self._values
+        # Fused kernels and writes to `.data` do not increment the version.
+        changed = before != self._version or (after is not None and self.is_trained_by(after))
         self.updates += changed
         if self._moves != live.moves or not state.enabled or live.contexts:
             self._moves, self.updates_since_step = live.moves, 0
