@@ -1,6 +1,6 @@
 """What the core announces. Guards and other observers append functions, which are called in this order.
 
-A hook has listeners of its own, because most only watch its first calls: `hook.first_listeners`.
+Each hook also has its own listeners (`hook.first_listeners`), most of which watch only its first calls.
 """
 
 from __future__ import annotations

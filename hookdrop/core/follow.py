@@ -29,8 +29,8 @@ class Follower:
         had a state before that step, such as momentum."""
         self._had_state = False
         self._is_stepping = False
-        """Whether a step has begun that was not counted yet. PyTorch calls the hooks of a step also for `super().step()`
-        inside it: the innermost counts."""
+        """Whether a step has begun and was not counted yet. PyTorch calls the hooks also for a `super().step()` inside a
+        step: the innermost counts."""
         self._handles = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),

@@ -45,7 +45,7 @@ def note_call(hook: SiteHook, module: nn.Module, value: Any) -> None:
 
 
 first_listeners: list[Listener] = [note_call]
-"""Every new hook starts with these. They unsubscribe themselves, so in steady state a hook has none."""
+"""Every new hook starts with these. Most unsubscribe themselves after its first calls; one watches penalties."""
 
 
 class SiteHook(PlacedSite):

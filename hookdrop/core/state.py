@@ -60,17 +60,6 @@ class LiveState:
         return LiveState, ()
 
 
-class States(weakref.WeakValueDictionary[int, "InjectionState"]):
-    """A thread-safe weak set of states."""
-
-    def add(self, state: InjectionState) -> None:
-        self[id(state)] = state
-
-    def snapshot(self) -> list[InjectionState]:
-        # Iterating a WeakSet fails if another thread adds to it.
-        return [state for reference in self.valuerefs() if (state := reference()) is not None]
-
-
 @dataclass(eq=False)
 class InjectionState:
     """Name, sites, schedule, step count and switches, which are copied and pickled with the hooks."""

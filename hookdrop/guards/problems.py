@@ -22,28 +22,11 @@ from hookdrop.core.state import InjectionState
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import container_of
 from hookdrop.core.torch_internals import full_backward_hooks_of, parameters_of
-from hookdrop.guards.messages import find, message, warn_each
+from hookdrop.guards.messages import message, warn_each
 from hookdrop.training.seeding import announce, find_rank_with_same_seed
 
 CHANGES = ("lost", "copied", "moved", "full_backward_hook")
 USE = ("untrained", "silent", "always_in_eval", "equal_masks", "rows")
-
-
-def find_problems(
-    model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook] | None = None, requested: bool = False
-) -> dict[str, str]:
-    """Return the text of each problem by its kind; a check that the user `requested` reports idle sites earlier."""
-    if state.removed:
-        return {"removed": f"{state.name!r} was removed from its model."} if requested else {}
-    compared = Comparison(model, state, hooks, requested)
-    planned = dict(state.live.planned)
-    if any(sink.target != sink.initial_target for sink in state.live.members):
-        planned.pop("erased", None)
-    found = find((*CHANGES, *USE), compared) | planned
-    for hook in compared.intact:
-        if check_first_shape in hook.listeners:
-            found |= shape_warnings(hook)
-    return found
 
 
 class Comparison:

@@ -19,9 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hookdrop.core import events
 from hookdrop.core.hook import SiteHook, first_listeners
 from hookdrop.core.sink import RateSink
-from hookdrop.core.state import InjectionState, States
+from hookdrop.core.state import InjectionState
 from hookdrop.guards.messages import find, warn_each
-from hookdrop.guards.problems import CHANGES, Comparison, find_problems
+from hookdrop.guards.problems import CHANGES, USE, Comparison, check_first_shape, shape_warnings
 from hookdrop.guards.updates import UPDATES_BEFORE_WARNING, UpdateCounter
 
 PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "too_slow", "ended_early", "restarted")
@@ -116,7 +116,8 @@ events.first_step.append(_note_first_step)
 
 # --- while the model is trained
 
-_watched = States()
+_watched: weakref.WeakValueDictionary[int, InjectionState] = weakref.WeakValueDictionary()
+"""By id: unlike a WeakSet, it can be read while another thread adds to it."""
 
 
 @cache
@@ -129,7 +130,7 @@ def _listen() -> None:
 def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> None:
     """Watch the training of `model` until all sites have run, or permanently if it has a schedule."""
     state.live.update_counter = UpdateCounter(model, copied=copied)
-    _watched.add(state)
+    _watched[id(state)] = state
     _listen()
 
 
@@ -151,10 +152,18 @@ def begin(plan: Any, state: InjectionState, sinks: Sequence[RateSink]) -> None:
 
 
 def check(model: nn.Module, state: InjectionState, sinks: Sequence[RateSink], requested: bool = True) -> dict[str, str]:
-    """Return the problems of an injection at these sinks, by kind."""
-    counter: UpdateCounter | None = state.live.update_counter
+    """Return the problems of an injection at these sinks by kind; if `requested` by the user, idle sites earlier."""
+    if state.removed:
+        return {"removed": f"{state.name!r} was removed from its model."} if requested else {}
+    counter, planned = state.live.update_counter, dict(state.live.planned)
+    if any(sink.target != sink.initial_target for sink in state.live.members):
+        planned.pop("erased", None)
     hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
-    found = find_problems(model, state, hooks, requested=requested)
+    compared = Comparison(model, state, hooks, requested)
+    found = find((*CHANGES, *USE), compared) | planned
+    for hook in compared.intact:
+        if check_first_shape in hook.listeners:
+            found |= shape_warnings(hook)
     trained = any(hook.trained for hook in hooks) if hooks else counter is not None and counter.updates > 0
     return found | schedule_problems(state, trained)
 
@@ -186,7 +195,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or optimizer not in _stepping:
         return
     _stepping.discard(optimizer)
-    for state in _watched.snapshot():
+    for state in [state for reference in _watched.valuerefs() if (state := reference()) is not None]:
         counter: UpdateCounter = state.live.update_counter
         model = counter.model()
         if model is not None:
@@ -200,23 +209,22 @@ def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState
     trains = (counter.copied or unsettled) and counter.is_trained_by(optimizer)
     counter.steps_of_others += not (trains or state.live.trained or counter.copied)
     if counter.copied and not trains:
-        return None  # the weights of an averaged model change, but no optimizer trains them
+        return  # the weights of an averaged model change, but no optimizer trains them
     counter.notice_update(state, optimizer)
-    if state.live.loss_terms is not None:
-        state.live.loss_terms.note_updates(counter.updates)
     if trains and unsettled:
         _compare(counter, model, state)
     if counter.awaiting_first_calls:
         counter.awaiting_first_calls = not all(getattr(member, "called", True) for member in state.live.members)
         if counter.awaiting_first_calls and trains and counter.was_updated():
             counter.awaiting_first_calls = False
-            warn_each(state, find_problems(model, state) | schedule_problems(state, state.live.trained))
+            warn_each(state, check(model, state, [*state.live.members], requested=False))
     if state.live.has_lost_all_hooks:
         warn_each(state, find(CHANGES, Comparison(model, state)))
-        return unwatch(state)
+        unwatch(state)
+        return
     if counter.compared and not (counter.awaiting_first_calls or state.scheduled or state.live.loss_terms):
         unwatch(state)
-    return warn_each(state, schedule_problems(state))
+    warn_each(state, schedule_problems(state))
 
 
 def _compare(counter: UpdateCounter, model: nn.Module, state: InjectionState) -> None:
@@ -232,14 +240,15 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
     if live.update_counter is None and module.training and (state.scheduled or live.loss_terms):
         watch(module, state, copied=True)
     counter: UpdateCounter | None = live.update_counter
-    model = None if counter is None else counter.model()
-    if counter is not None and model is not None and module.training and not counter.compared:
+    if counter is None or (model := counter.model()) is None:
+        return hook.unsubscribe(watch_forwards) if module.training else None
+    if module.training and not counter.compared:
         _compare(counter, model, state)
     driven = not state.scheduled or live.was_stepped or state.followed or "not_advancing" in state.warned_kinds
-    if module.training and (counter is None or driven):
+    if module.training and driven and live.loss_terms is None:
         return hook.unsubscribe(watch_forwards)
-    if counter is None or model is None or not torch.is_grad_enabled():
-        return None  # a copy, validation or inference
+    if not torch.is_grad_enabled():
+        return None  # validation or inference
     counter.notice_update(state)
     if module.training:
         warn_each(state, schedule_problems(state))
@@ -249,19 +258,3 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
 
 
 first_listeners.append(watch_forwards)
-
-
-def watch_loss_terms(hook: SiteHook, module: nn.Module, value: Any) -> None:
-    """Before each forward of a penalty, notice updates by optimizers of other libraries."""
-    terms, counter = hook.state.live.loss_terms, hook.state.live.update_counter
-    if terms is None:
-        return hook.unsubscribe(watch_loss_terms)
-    if module.training and counter is not None:
-        counter.notice_update(hook.state)
-        terms.note_updates(counter.updates)
-        if terms.unread_updates >= UPDATES_BEFORE_WARNING:
-            warn_each(hook.state, schedule_problems(hook.state))
-    return None
-
-
-first_listeners.append(watch_loss_terms)

@@ -62,12 +62,14 @@ class UpdateCounter:
         return max(self.updates, moved) >= UPDATES_BEFORE_WARNING
 
     def notice_update(self, state: InjectionState, after: Optimizer | None = None) -> None:
-        """Count an update if the version of the weight changed since the last call, or after a step of its optimizer."""
+        """Count an update if the weight's version changed since the last call, or `after` a step of its optimizer."""
         weight, live = self._weight(), state.live
         before, self._version = self._version, None if weight is None else version_of(weight)
         # Fused kernels and writes to `.data` do not increment the version.
         changed = before != self._version or (after is not None and self.is_trained_by(after))
         self.updates += changed
+        if live.loss_terms is not None:
+            live.loss_terms.note_updates(self.updates)
         if self._moves != live.moves or not state.enabled or live.contexts:
             self._moves, self.updates_since_step = live.moves, 0
         else:
