@@ -29,7 +29,7 @@ class Follower:
         had a state before that step, such as momentum."""
         self._had_state = False
         self._is_stepping = False
-        """Whether a step has begun and was not counted yet. PyTorch calls the hooks also for a `super().step()` inside a
+        """Whether a step has begun and was not counted yet. PyTorch calls hooks also for a `super().step()` inside a
         step: the innermost counts."""
         self._handles = (
             optimizer.register_step_pre_hook(self._before_step),
