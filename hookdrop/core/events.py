@@ -21,10 +21,6 @@ MOVES = 10
 moved: list[Callable[[Any, Any, Any], None]] = []
 """Called with (model, states, sinks) at every `MOVES`-th change of a step; the model may be None."""
 
-first_step: list[Callable[[Any, int, bool], None]] = []
-"""Called with (state, steps, had_state) before the first step of a followed optimizer is counted: the step count in the
-optimizer's state, and whether it had one before."""
-
 removing: list[Callable[[Any, Any, Any], None]] = []
 """Called with (model, states, sinks) before a removal that the user requested; the model may be None."""
 

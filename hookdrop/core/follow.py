@@ -19,15 +19,9 @@ _INNER = ("optimizer", "base_optimizer", "_base_optimizer", "optim", "opt", "ori
 class Follower:
     """Calls `advance` after every optimizer step, except for steps that a GradScaler skips."""
 
-    def __init__(
-        self, optimizer: Optimizer, advance: Callable[[], None], on_first_step: Callable[[int, bool], None]
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, advance: Callable[[], None]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._advance = advance
-        self._on_first_step: Callable[[int, bool], None] | None = on_first_step
-        """Called before the first step is counted, with the step count in the optimizer's state, and with whether it
-        had a state before that step, such as momentum."""
-        self._had_state = False
         self._is_stepping = False
         """Whether a step has begun and was not counted yet. PyTorch calls hooks also for a `super().step()` inside a
         step: the innermost counts."""
@@ -47,13 +41,11 @@ class Follower:
 
     def release(self) -> None:
         """Stop counting and drop all references, without `detach`: a step is iterating over the optimizer's hooks."""
-        self._advance, self._on_first_step = lambda: None, None
+        self._advance = lambda: None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             self._is_stepping = True
-            if self._on_first_step is not None:
-                self._had_state = any(optimizer.state.values())
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         # Inside a compiled optimizer step, counting would trigger recompilation at every step.
@@ -67,14 +59,8 @@ class Follower:
 def _count(follower: Follower, optimizer: Optimizer) -> None:
     # Fused optimizers run their hooks also in steps that a GradScaler skips, with `found_inf` set.
     found_inf = getattr(optimizer, "found_inf", None)
-    if isinstance(found_inf, torch.Tensor) and found_inf.item():
-        return
-    first, follower._on_first_step = follower._on_first_step, None
-    if first is not None:
-        # The step count in the optimizer's state, as in Adam.
-        steps = (state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state)
-        first(int(next(steps, 0)), follower._had_state)
-    follower._advance()
+    if not (isinstance(found_inf, torch.Tensor) and found_inf.item()):
+        follower._advance()
 
 
 _COUNT = GraphBreak(_count, "hookdrop counts optimizer steps.")

@@ -285,10 +285,7 @@ class Injection:
                     "changed.\n  to switch: drop.follow(None), then drop.follow(optimizer)"
                 )
         for state in [state for state in self._states if not state.followed]:
-            first = partial(events.announce, events.first_step, state)
-            state.live.follower = Follower(inner, self._only([state])._advance, first)
-            if state.live.update_counter is not None:  # earlier updates say nothing about this optimizer
-                state.live.update_counter.updates_since_step = 0
+            state.live.follower = Follower(inner, self._only([state])._advance)
         return self
 
     def _advance(self, n: int = 1) -> None:

@@ -102,22 +102,14 @@ class Progress:
         return {"unread": unread} if unread >= UPDATES_BEFORE_WARNING else {}
 
 
-def _note_first_step(state: InjectionState, steps: int, had_state: bool) -> None:
-    """Warn if the optimizer has already taken steps, according to the state that it has at the first counted step."""
-    if not state.live.was_stepped:
-        if steps > state.step_count + 1:
-            state.live.steps_ahead = steps - 1 - state.step_count
-        elif had_state and not steps and not state.step_count:
-            state.live.steps_ahead = 0
-        warn_each(state, schedule_problems(state))
-
-
-events.first_step.append(_note_first_step)
-
 # --- while the model is trained
 
 _watched: weakref.WeakValueDictionary[int, InjectionState] = weakref.WeakValueDictionary()
-"""By id: unlike a WeakSet, it can be read while another thread adds to it."""
+
+
+def _watched_states() -> list[InjectionState]:
+    # Iterating a WeakSet fails if another thread adds to it.
+    return [state for reference in _watched.valuerefs() if (state := reference()) is not None]
 
 
 @cache
@@ -187,15 +179,31 @@ _stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _stepping.add(optimizer)
+    if torch.compiler.is_compiling():
+        return
+    _stepping.add(optimizer)
+    for state in _watched_states():
+        follower = state.live.follower
+        if follower is not None and follower.optimizer is optimizer and not state.live.was_stepped:
+            _note_steps_before(state, optimizer)
+
+
+def _note_steps_before(state: InjectionState, optimizer: Optimizer) -> None:
+    """Before the first step of a followed optimizer, warn if its state shows that it has already taken steps."""
+    own = [one for one in optimizer.state.values() if one]
+    counts = [int(one["step"]) for one in own if isinstance(one, dict) and "step" in one][:1]  # as in Adam
+    if counts and counts[0] > state.step_count:
+        state.live.steps_ahead = counts[0] - state.step_count
+    elif own and not counts and not state.step_count:
+        state.live.steps_ahead = 0
+    warn_each(state, schedule_problems(state))
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling() or optimizer not in _stepping:
         return
     _stepping.discard(optimizer)
-    for state in [state for reference in _watched.valuerefs() if (state := reference()) is not None]:
+    for state in _watched_states():
         counter: UpdateCounter = state.live.update_counter
         model = counter.model()
         if model is not None:
