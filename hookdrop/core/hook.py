@@ -155,7 +155,7 @@ class SiteHook(PlacedSite):
 
     def _note_forward(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> None:
         """Remember the call for a recompute, and warn if this forward collects batch-norm statistics."""
-        state = rng_fingerprint(value[2] if self.at == "output" else value)
+        state = self._fingerprint(value)
         collected = self._collect() if self.collected else {}
         self.state.live.checkpointed.note((self.site, module.training, state), rate, collected)
         drops = module.training and rate is not None and not rate.neutral and self.changes_forward
@@ -216,19 +216,16 @@ class SiteHook(PlacedSite):
             finally:
                 # A checkpoint stops the recompute by an exception once all saved tensors are available.
                 if known is None and checkpointed.detects_redraws and self._fingerprint(value) != before:
-                    self._warn_of_another_mask()
+                    self.state.warn_once(
+                        "different mask",
+                        f"{self.state.name!r}: {self.site!r} ran in a backward pass with an RNG state that none of its "
+                        "forwards had. If an activation checkpoint recomputed it, its mask differs from that of the "
+                        "forward, and the gradients are wrong.\n"
+                        "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
+                        "Inject or replace before the forward, not between forward and backward.",
+                    )
 
         return self.edit(module, value, apply)
-
-    def _warn_of_another_mask(self) -> None:
-        self.state.warn_once(
-            "different mask",
-            f"{self.state.name!r}: {self.site!r} ran in a backward pass with an RNG state that none of its forwards "
-            "had. If an activation checkpoint recomputed it, its mask differs from that of the forward, and the "
-            "gradients are wrong.\n"
-            "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
-            "Inject or replace before the forward, not between forward and backward.",
-        )
 
     def _fingerprint(self, value: Any) -> int:
         return rng_fingerprint(value[2] if self.at == "output" else value)
@@ -311,7 +308,6 @@ class SiteHook(PlacedSite):
         self.eval_rate = rate if on and sampling and self.changes_forward else None
 
     def valid_target(self, value: object) -> float:
-        """Return `value` as a float, or raise if it is out of the regularizer's range."""
         return self.rate.valid(value, self.regularizer.title)
 
     @property
@@ -337,11 +333,9 @@ class SiteHook(PlacedSite):
 
     @property
     def is_attached(self) -> bool:
-        """Whether the hook is placed and its module still exists."""
         return self.handle is not None and self.handle.hooks_dict_ref() is not None
 
     def describe(self, rate: float | None = None) -> str:
-        """Return the regularizer as text, at the given rate or at its target."""
         return repr(at_rate(self.regularizer, self.target if rate is None else rate))
 
     def __getattr__(self, name: str) -> Any:

@@ -21,9 +21,6 @@ hidden_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules whose hooks are currently hidden by a `without_hooks` context."""
 
 
-Finder = Callable[[nn.Module], Iterable[tuple[nn.Module, RateSink]]]
-
-
 def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
     """Yield all hookdrop hooks on `model`, in `named_modules()` order."""
     check_model(model)
@@ -34,7 +31,7 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
                     yield module, hook.owner
 
 
-finders: list[Finder] = [hooks_of]
+finders: list[Callable[[nn.Module], Iterable[tuple[nn.Module, RateSink]]]] = [hooks_of]
 """Each yields one kind of sinks of a model with their modules, in `named_modules()` order."""
 
 

@@ -58,7 +58,7 @@ class RateSink:
         raise NotImplementedError
 
     def place(self, module: nn.Module) -> None:
-        raise NotImplementedError
+        """Begin to act on the module."""
 
     def take_over(self, replaced: Any) -> None:
         """Restore in the end what those of the `replaced` sinks would that change the same."""
@@ -73,7 +73,7 @@ class RateSink:
         raise NotImplementedError
 
     def remove(self) -> None:
-        raise NotImplementedError
+        """Stop, and restore the module."""
 
     # --- the rate
 
@@ -83,7 +83,7 @@ class RateSink:
         raise NotImplementedError
 
     def set_rate(self, rate: CurrentRate, on: bool, sampling: bool) -> None:
-        raise NotImplementedError
+        """Act at this rate in training mode if `on`, and in eval mode if also `sampling`."""
 
     def valid_target(self, value: object) -> float:
         """Return `value` as a float, or raise if it is out of range."""

@@ -29,7 +29,7 @@ class UpdateCounter:
         self.compared = copied  # whether the model was compared with its injection
         self.updates = self.updates_since_step = 0
         self.steps_of_others = 0  # steps of optimizers that do not train the model, before it was trained
-        self._progress: tuple[int, object] = (0, None)  # the moves of the schedule, and what it follows
+        self._progress: tuple[int, object] = (0, None)  # the moves of the schedule, and what it followed last
         self._owner: tuple[weakref.ref[nn.Module], str] | None = None
         """The module and name of the weight. A weak reference to the parameter itself would prevent swapping it."""
         weight = self._weight()
@@ -70,7 +70,7 @@ class UpdateCounter:
         self.updates += changed
         if live.loss_terms is not None:
             live.loss_terms.note_updates(self.updates)
-        last, self._progress = self._progress, (live.moves, live.follower)
+        last, self._progress = self._progress, (live.moves, live.follower or self._progress[1])
         if last != self._progress or not state.enabled or live.contexts:
             self.updates_since_step = 0
         else:
