@@ -28,7 +28,7 @@ from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.needs import MASK, SAMPLES, CallValue, SampleRows, place_around
 from hookdrop.core.parts import REGULARIZERS
 from hookdrop.core.regularizer import NO_RATE, CurrentRate, P, Rate, Regularizer, at_rate, rate_of
-from hookdrop.core.sink import PlacedSite
+from hookdrop.core.sink import CompanionHook, PlacedHook, RateSink
 from hookdrop.core.state import InjectionState
 from hookdrop.core.torch_internals import graph_task, is_tracing
 
@@ -48,7 +48,7 @@ first_listeners: list[Listener] = [note_call]
 """Every new hook starts with these. Most unsubscribe themselves after its first calls; one watches penalties."""
 
 
-class SiteHook(PlacedSite):
+class SiteHook(PlacedHook, RateSink):
     """A forward hook that regularizes one tensor of a layer's output, or a pre-hook for one of its arguments."""
 
     own: ClassVar[tuple[str, ...]] = (
@@ -74,7 +74,8 @@ class SiteHook(PlacedSite):
         self.at = at  # `"output"`; for a pre-hook `"input"`, `"skip"`, `"parameters"` or `"scores"`
         self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
         """What the regularizer needs from modules around the layer."""
-        self.companions = []
+        self.companions: list[CompanionHook] = []
+        """Further hooks of the site, on other modules."""
         self.target = self.initial_target = rate_of(regularizer)
         self.rate: Rate = type(regularizer).rate or P
         cls = type(regularizer)
@@ -327,8 +328,17 @@ class SiteHook(PlacedSite):
         else:
             self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 
+    def accompany(self, register: Callable[..., Any], function: Any, *settings: Any, **flags: bool) -> CompanionHook:
+        """Register a companion that calls `function(self, *settings, ...)`."""
+        companion = CompanionHook(self, function, *settings)
+        companion.handle = register(companion, **flags)
+        self.companions.append(companion)
+        return companion
+
     def remove(self) -> None:
         super().remove()
+        for companion in self.companions:
+            companion.remove()
         self.train_rate = self.eval_rate = None  # it may still be in a copied table
 
     @property
@@ -337,6 +347,12 @@ class SiteHook(PlacedSite):
 
     def describe(self, rate: float | None = None) -> str:
         return repr(at_rate(self.regularizer, self.target if rate is None else rate))
+
+    @property
+    def where(self) -> str:
+        """The regularizer and the site, for messages."""
+        place = repr(self.site) if self.site else "the model itself"
+        return f"{self.regularizer.title} at {place}{'' if self.at == 'output' else f' ({self.at})'}"
 
     def __getattr__(self, name: str) -> Any:
         # torch.jit.script reads `__name__` first, so this error can explain what to do.

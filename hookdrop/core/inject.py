@@ -196,8 +196,7 @@ def place(planned: Plan) -> Injection:
         for sink in sinks:
             sink.take_over(conflicts)
         Injection(planned.model, replaced)._detach()
-    for begin in events.placed:
-        begin(planned, state, sinks)
+    events.announce(events.placed, planned, state, sinks)
     return Injection(planned.model, sinks)
 
 
