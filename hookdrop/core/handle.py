@@ -328,7 +328,8 @@ class Injection:
             raise TypeError(f"enabled must be True or False, got {value!r}.")
         with changing(self._states):
             for state in self._states:
-                state.set_enabled(value)
+                state.enabled = value  # inside a context, until it exits
+                state.live.overrides = [one for one in state.live.overrides if one.sampling is None]
 
     @contextmanager
     def disabled(self) -> Iterator[Injection]:

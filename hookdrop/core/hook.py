@@ -156,7 +156,7 @@ class SiteHook(PlacedHook, RateSink):
 
     def _note_forward(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> None:
         """Remember the call for a recompute, and warn if this forward collects batch-norm statistics."""
-        state = self._fingerprint(value)
+        state = rng_fingerprint(value[2] if self.at == "output" else value)
         collected = self._collect() if self.collected else {}
         self.state.live.checkpointed.note((self.site, module.training, state), rate, collected)
         drops = module.training and rate is not None and not rate.neutral and self.changes_forward
@@ -309,6 +309,7 @@ class SiteHook(PlacedHook, RateSink):
         self.eval_rate = rate if on and sampling and self.changes_forward else None
 
     def valid_target(self, value: object) -> float:
+        """Return `value` as a float, or raise if it is out of the regularizer's range."""
         return self.rate.valid(value, self.regularizer.title)
 
     @property

@@ -14,7 +14,7 @@ from torch import nn
 
 from hookdrop.core.hook import SiteHook
 from hookdrop.core.selection import check_model
-from hookdrop.core.sink import CompanionHook, PlacedHook, RateSink
+from hookdrop.core.sink import PlacedHook, RateSink
 from hookdrop.core.torch_internals import HOOK_TABLES
 
 hidden_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -27,8 +27,8 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
     for module in model.modules():
         for name, _ in reversed(HOOK_TABLES):
             for hook in getattr(module, name).values():
-                if isinstance(hook, PlacedHook) and not isinstance(hook, CompanionHook):
-                    yield module, hook.owner
+                if isinstance(hook, SiteHook):
+                    yield module, hook
 
 
 finders: list[Callable[[nn.Module], Iterable[tuple[nn.Module, RateSink]]]] = [hooks_of]

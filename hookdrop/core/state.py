@@ -6,7 +6,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +99,7 @@ class InjectionState:
 
     @property
     def step(self) -> int:
-        return next((o.step for o in reversed(self.live.overrides) if o.step is not None), self.step_count)
+        return next((one.step for one in reversed(self.live.overrides) if one.step is not None), self.step_count)
 
     @property
     def multiplier(self) -> float:
@@ -109,10 +109,7 @@ class InjectionState:
     @property
     def override(self) -> Override | None:
         """The innermost override that enables or disables the hooks."""
-        for override in reversed(self.live.overrides):
-            if override.sampling is not None:
-                return override
-        return None
+        return next((one for one in reversed(self.live.overrides) if one.sampling is not None), None)
 
     @property
     def on(self) -> bool:
@@ -124,25 +121,6 @@ class InjectionState:
     def sampling(self) -> bool:
         """Whether hooks are active in eval mode."""
         return not self.removed and self.override is not None and bool(self.override.sampling)
-
-    @contextmanager
-    def overriding(self, override: Override) -> Iterator[None]:
-        """Activate `override` inside. Each context removes its own entry, so contexts may exit in any order."""
-        live, before = self.live, (self.enabled, list(self.live.overrides))
-        live.contexts.append(override)
-        live.overrides.append(override)
-        try:
-            yield
-        finally:
-            if live.contexts[-1] is override:
-                self.enabled, live.overrides = before
-            live.contexts = [context for context in live.contexts if context is not override]
-            live.overrides = [context for context in live.overrides if context in live.contexts]
-
-    def set_enabled(self, enabled: bool) -> None:
-        """Enable or disable the hooks; inside a context, until it exits."""
-        self.enabled = enabled
-        self.live.overrides = [override for override in self.live.overrides if override.sampling is None]
 
     def warn_once(self, kind: str, text: str) -> None:
         if kind not in self.warned_kinds:
@@ -255,19 +233,26 @@ def changing(states: States) -> Iterator[None]:
 def overriding(
     states: States, sampling: bool | None = None, p: float | None = None, step: int | None = None
 ) -> Iterator[None]:
-    """Override settings inside the block, in all states or in none."""
-    # Enter and exit under the lock, so that no other thread sees the overrides without their rates.
-    with rate_lock, ExitStack() as stack:
-        stack.callback(update_rates, states)
-        for state in states:
-            stack.enter_context(state.overriding(Override(sampling, p, step)))
-        update_rates(states, check=True)
-        leave = stack.pop_all()
+    """Override settings inside the block, in all states or in none. Contexts may exit in any order."""
+    override, before = Override(sampling, p, step), list[tuple[InjectionState, bool, list[Override]]]()
     try:
+        # Enter and exit under the lock, so that no other thread sees the overrides without their rates.
+        with rate_lock:
+            for state in states:
+                before.append((state, state.enabled, list(state.live.overrides)))
+                state.live.contexts.append(override)
+                state.live.overrides.append(override)
+            update_rates(states, check=True)
         yield
     finally:
         with rate_lock:
-            leave.close()
+            for state, enabled, overrides in before:
+                live = state.live
+                if live.contexts[-1] is override:
+                    state.enabled, live.overrides = enabled, overrides
+                live.contexts = [one for one in live.contexts if one is not override]
+                live.overrides = [one for one in live.overrides if one in live.contexts]
+            update_rates(states)
 
 
 def update_rates(states: States, *, check: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from hookdrop.core.regularizer import CurrentRate
 from hookdrop.core.sink import CompanionHook
 from hookdrop.core.state import InjectionState
 from hookdrop.core.torch_internals import skip_frames_of, when_compiler_is_imported
+
+if TYPE_CHECKING:
+    from hookdrop.core.hook import SiteHook as PlacedSite
 
 MOST_UNREAD = 2**12  # how many terms are kept without an update of the weights: a cell may run at each time step
 
@@ -98,7 +101,7 @@ def total(terms: list[Tensor], model: nn.Module) -> Tensor:
     return sum(moved[1:], start=moved[0])
 
 
-def watch_calls(hook: SiteHook, module: nn.Module) -> None:
+def watch_calls(hook: PlacedSite, module: nn.Module) -> None:
     """Watch the calls of all modules around a layer, any of which may be tried again after an error."""
     root, terms = hook.state.live.root and hook.state.live.root(), _terms_of(hook)
     for parent in root.modules() if root else ():
@@ -108,7 +111,7 @@ def watch_calls(hook: SiteHook, module: nn.Module) -> None:
             hook.accompany(parent.register_forward_hook, _watch_call, False)
 
 
-def _watch_call(hook: SiteHook, begins: bool, *_: Any) -> None:
+def _watch_call(hook: PlacedSite, begins: bool, *_: Any) -> None:
     # A graph that fails adds no term. A recompute adds none, and a checkpoint ends it by an exception.
     if torch.compiler.is_compiling() or is_recomputing():
         return
@@ -164,7 +167,7 @@ def read_penalty(states: Sequence[InjectionState], name: str, model: Callable[[]
     return total([term for terms in found for term in terms.take()], model())
 
 
-def collect(hook: SiteHook, x: Tensor, rate: float | None, context: Mapping[str, Any]) -> None:
+def collect(hook: PlacedSite, x: Tensor, rate: float | None, context: Mapping[str, Any]) -> None:
     """Compute the loss term of a call, and keep it."""
     if not torch.is_grad_enabled():
         if is_inside_reentrant_checkpoint():
@@ -183,14 +186,14 @@ def collect(hook: SiteHook, x: Tensor, rate: float | None, context: Mapping[str,
         )
 
 
-def collect_in_graph(hook: SiteHook, x: Tensor, rate: Tensor | None, context: Mapping[str, Any]) -> None:
+def collect_in_graph(hook: PlacedSite, x: Tensor, rate: Tensor | None, context: Mapping[str, Any]) -> None:
     """Like `collect`, for compiled code. An exported program has no loss."""
     if torch.is_grad_enabled() and not compiling.is_exporting():
         terms = _terms_of(hook)
         terms.compiled = _Compiled(terms.compiled, _loss_term(hook, x, rate, context))
 
 
-def _loss_term(hook: SiteHook, x: Tensor, rate: Any, context: Mapping[str, Any]) -> Tensor:
+def _loss_term(hook: PlacedSite, x: Tensor, rate: Any, context: Mapping[str, Any]) -> Tensor:
     penalty: Any = hook.regularizer
     term = penalty.penalize(x, rate, **context)
     if not isinstance(term, Tensor) or term.dim():
@@ -199,6 +202,6 @@ def _loss_term(hook: SiteHook, x: Tensor, rate: Any, context: Mapping[str, Any])
     return term
 
 
-def _terms_of(hook: SiteHook) -> LossTerms:
+def _terms_of(hook: PlacedSite) -> LossTerms:
     terms: LossTerms = hook.state.live.loss_terms
     return terms
