@@ -51,6 +51,7 @@ first_listeners: list[Listener] = [note_call]
 class SiteHook(PlacedHook, RateSink):
     """A forward hook that regularizes one tensor of a layer's output, or a pre-hook for one of its arguments."""
 
+    companions: list[CompanionHook]  # further hooks of the site, on other modules
     own: ClassVar[tuple[str, ...]] = (
         *("called", "trained", "last_shape", "listeners"),
         *("train_rate", "eval_rate", "graph_break"),
@@ -74,8 +75,7 @@ class SiteHook(PlacedHook, RateSink):
         self.at = at  # `"output"`; for a pre-hook `"input"`, `"skip"`, `"parameters"` or `"scores"`
         self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
         """What the regularizer needs from modules around the layer."""
-        self.companions: list[CompanionHook] = []
-        """Further hooks of the site, on other modules."""
+        self.companions = []
         self.target = self.initial_target = rate_of(regularizer)
         self.rate: Rate = type(regularizer).rate or P
         cls = type(regularizer)
