@@ -196,7 +196,8 @@ def place(planned: Plan) -> Injection:
         for sink in sinks:
             sink.take_over(conflicts)
         Injection(planned.model, replaced)._detach()
-    events.announce(events.placed, planned, state, sinks)
+    for begin in events.placed:
+        begin(planned, state, sinks)
     return Injection(planned.model, sinks)
 
 

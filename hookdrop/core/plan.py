@@ -180,7 +180,8 @@ def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = N
     for site in changed or plan.sites:
         _check_rate(site, schedule)
     hooked = [site.regularizer.title.lower() for site in plan.sites if site.regularizer is not None]
-    events.announce(events.planned, plan)
+    for warn_about in events.planned:
+        warn_about(plan)
     if given and not any(site.attribute for site in plan.sites):
         PARTS["inspect"](plan, example_input)
     plan.name = spec.name or plan.name or "_".join(dict.fromkeys(hooked))

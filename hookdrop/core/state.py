@@ -109,7 +109,10 @@ class InjectionState:
     @property
     def override(self) -> Override | None:
         """The innermost override that enables or disables the hooks."""
-        return next((one for one in reversed(self.live.overrides) if one.sampling is not None), None)
+        for override in reversed(self.live.overrides):
+            if override.sampling is not None:
+                return override
+        return None
 
     @property
     def on(self) -> bool:
