@@ -251,7 +251,7 @@ def overriding(
         with rate_lock:
             for state, enabled, overrides in before:
                 live = state.live
-                if live.contexts[-1] is override:
+                if live.contexts[-1:] == [override]:
                     state.enabled, live.overrides = enabled, overrides
                 live.contexts = [one for one in live.contexts if one is not override]
                 live.overrides = [one for one in live.overrides if one in live.contexts]
