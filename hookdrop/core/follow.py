@@ -39,10 +39,6 @@ class Follower:
         for handle in self._handles:
             handle.remove()
 
-    def release(self) -> None:
-        """Stop counting and drop all references, without `detach`: a step is iterating over the optimizer's hooks."""
-        self._advance = lambda: None
-
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             self._is_stepping = True

@@ -298,10 +298,6 @@ class Injection:
         return self
 
     def _advance(self, n: int = 1) -> None:
-        for state in self._states:
-            # If the modules no longer exist, the optimizer must stop counting. The model may be a deleted wrapper.
-            if state.live.follower is not None and not any(sink.is_attached for sink in state.live.members):
-                state.live.follower.release()
         self._require_any("step()")
         self._move(lambda state: state.step_count + n)
 

@@ -153,7 +153,6 @@ class TestSchedules:
         assert len(caught) == 1
 
     def test_lost_hooks_are_reported_instead_of_the_schedule(self) -> None:
-        """A followed optimizer no longer counts steps once all hooks are gone."""
         model, drop, optimizer = training(layer="2")
         drop.follow(optimizer)
         optimize(model, 1, optimizer)
