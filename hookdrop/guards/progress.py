@@ -174,14 +174,14 @@ events.removing.append(_warn)
 events.removed.append(unwatch)
 
 
-_stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The optimizers whose step has begun and was not seen yet, as in `Follower`."""
+_stepping: set[int] = set()
+"""The ids of the optimizers whose step has begun and was not seen yet, as in `Follower`."""
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    _stepping.add(optimizer)
+    _stepping.add(id(optimizer))
     for state in _watched_states():
         follower = state.live.follower
         if follower is not None and follower.optimizer is optimizer and not state.live.was_stepped:
@@ -200,9 +200,9 @@ def _note_steps_before(state: InjectionState, optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or optimizer not in _stepping:
+    if torch.compiler.is_compiling() or id(optimizer) not in _stepping:
         return
-    _stepping.discard(optimizer)
+    _stepping.discard(id(optimizer))
     for state in _watched_states():
         counter: UpdateCounter = state.live.update_counter
         model = counter.model()
