@@ -15,6 +15,7 @@ from hookdrop.core import events
 from hookdrop.core.errors import ShapeError
 from hookdrop.core.hook import SiteHook, first_listeners
 from hookdrop.core.needs import partial_calls
+from hookdrop.core.parts import REGULARIZERS
 from hookdrop.core.registry import hooks_of
 from hookdrop.core.regularizer import Regularizer
 from hookdrop.core.selection import layers_by_name, module_at
@@ -163,11 +164,11 @@ def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
 
 def warn_about_shape(hook: SiteHook) -> None:
     """Warn about the last shape, once. Compiled graphs cannot raise warnings, so their shapes are checked in `step`."""
-    from hookdrop.regularizers.dropblock import DropBlock  # regularizers are imported on first use
-
     hook.unsubscribe(check_first_shape)
     warn_each(hook.state, shape_warnings(hook))
-    hook.on_new_shape = warn_about_shape if isinstance(hook.regularizer, DropBlock) else None  # a map below a block
+    hook.on_new_shape = (
+        warn_about_shape if isinstance(hook.regularizer, REGULARIZERS["DropBlock"]) else None
+    )  # a map below a block
 
 
 def _warn_about_deferred_shapes(state: InjectionState) -> None:
