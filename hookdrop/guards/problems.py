@@ -166,9 +166,8 @@ def warn_about_shape(hook: SiteHook) -> None:
     """Warn about the last shape, once. Compiled graphs cannot raise warnings, so their shapes are checked in `step`."""
     hook.unsubscribe(check_first_shape)
     warn_each(hook.state, shape_warnings(hook))
-    hook.on_new_shape = (
-        warn_about_shape if isinstance(hook.regularizer, REGULARIZERS["DropBlock"]) else None
-    )  # a map below a block
+    if isinstance(hook.regularizer, REGULARIZERS["DropBlock"]):  # a later map may be smaller than a block
+        hook.on_new_shape = warn_about_shape
 
 
 def _warn_about_deferred_shapes(state: InjectionState) -> None:
