@@ -8,11 +8,12 @@ last step. `inject(..., total_steps=N)` converts fractions to steps.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass
+from typing import ClassVar
 
 from hookdrop.core.arguments import NamedArguments, count, one_of, positive, rate, settings_text
 from hookdrop.core.errors import InjectionError
@@ -56,7 +57,10 @@ class Schedule(metaclass=NamedArguments):
         total = count(total_steps, "total_steps", type(self).__name__)
         values = {name: (low, getattr(self, name)) for name, low in self._step_fields.items()}
         steps = {name: max(low, round(at * total)) for name, (low, at) in values.items() if isinstance(at, float)}
-        return replace(cast(Any, self), **steps) if steps else self
+        resolved = copy.copy(self) if steps else self
+        for name, step in steps.items():
+            object.__setattr__(resolved, name, step)
+        return resolved
 
     def simulate(self, n: int, total_steps: int | None = None) -> list[float]:
         """Return the multipliers of steps 0 to n - 1. A schedule with fractions requires `total_steps`.
@@ -235,11 +239,13 @@ class LinearSchedule(Schedule):
             )
 
     def resolve(self, total_steps: int) -> Schedule:
+        resolved = super().resolve(total_steps)
         if not (isinstance(self.steps, float) and isinstance(self.delay, float)):
-            return super().resolve(total_steps)
+            return resolved
         # Round the end, so that a ramp over the rest of the training does not exceed it.
-        delay = round(self.delay * count(total_steps, "total_steps", type(self).__name__))
-        return replace(self, steps=max(1, round((self.delay + self.steps) * total_steps) - delay), delay=delay)
+        delay = round(self.delay * total_steps)
+        object.__setattr__(resolved, "steps", max(1, round((self.delay + self.steps) * total_steps) - delay))
+        return resolved
 
     def __call__(self, step: int) -> float:
         self._require_steps()
