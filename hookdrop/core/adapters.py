@@ -10,27 +10,20 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from hookdrop.core.errors import InjectionError
+from hookdrop.core.parts import REGULARIZERS
 from hookdrop.core.regularizer import Rate, Regularizer
 
-_SAME = ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath", "FeatureAlphaDropout")
-# Names of other libraries' classes, and the equivalent hookdrop classes.
-_EQUIVALENTS = dict(zip(_SAME, _SAME, strict=True), StochasticDepth="DropPath")
-_EQUIVALENTS |= dict.fromkeys(("DropBlock2d", "DropBlock3d"), "DropBlock")
-
+# Other libraries' names of classes that hookdrop has too.
+_OTHER_NAMES = {"DropBlock2d": "DropBlock", "DropBlock3d": "DropBlock", "StochasticDepth": "DropPath"}
 RATE_NAMES = ("p", "drop_prob", "drop_rate")
 
 
 class ForeignModule(Regularizer):
-    """Adapter for another library's tensor-to-tensor module, such as `nn.Dropout2d(0.1)` or timm's `DropPath`.
-
-    Args:
-        module: a module without parameters and buffers. The adapter copies it with `inplace=False`.
-        attribute: the attribute of the module that is its rate, such as `"drop_prob"`.
-    """
+    """Adapter for another library's tensor-to-tensor module, such as timm's `DropPath`, with its rate `attribute`."""
 
     def __init__(self, module: nn.Module, attribute: str = "") -> None:
         super().__init__()
-        self.module = copy.deepcopy(module).train()
+        self.module = copy.deepcopy(module).train()  # with `inplace=False`
         self.attribute = attribute
         parts: list[Any] = list(self.module.modules())
         for part in parts:
@@ -62,7 +55,7 @@ class ForeignModule(Regularizer):
     @property
     def graph_break(self) -> str:
         instead = "remove fullgraph=True"
-        if ours := _EQUIVALENTS.get(self.title):
+        if (ours := _OTHER_NAMES.get(self.title, self.title)) in REGULARIZERS:
             settings = [(name, getattr(self.module, name, None)) for name in ("block_size", "mode")]
             more = "".join(f", {name}={value!r}" for name, value in settings if value is not None)
             instead = f"use hookdrop.{ours}(p={self.p:g}{more}), which compiles without a graph break"
@@ -84,11 +77,7 @@ class ForeignModuleWithoutRate(ForeignModule):
 
 
 class ForeignFunction(Regularizer):
-    """Adapter for a tensor-to-tensor function. It has no rate, so a schedule cannot drive it.
-
-    Args:
-        function: a picklable function, defined at the top level of a module.
-    """
+    """Adapter for a picklable tensor-to-tensor function. It has no rate, so a schedule cannot drive it."""
 
     rate: ClassVar[Rate | None] = None
 

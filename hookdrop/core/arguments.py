@@ -202,11 +202,6 @@ def init_parameters(cls: type) -> dict[str, inspect.Parameter]:
     return {stars.get(one.kind, "") + one.name: one for one in parameters if one.name != "keep_prob"}
 
 
-def not_stored(thing: object) -> list[str]:
-    """Return the arguments that the object does not store, so that no text can recreate it; `*args` is one."""
-    return [name for name in init_parameters(type(thing)) if not hasattr(thing, name)]
-
-
 def settings_text(thing: object, is_optional: Callable[[inspect.Parameter], bool] = lambda one: False) -> str:
     """Write the settings in the syntax of `parse`, optional ones only if changed; `every=?` is not stored."""
     return ", ".join(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Call = tuple[str, bool, int]  # site, training mode, and a fingerprint of the RNG state
 MAX_CALLS_PER_STATE = 8  # how many calls of one site with equal RNG states are distinguished
 CAPACITY = 2**14  # how many calls are remembered: about 100 sites in 100 forward passes
-CAPACITY_WITH_TENSORS = 64  # the same for calls that hold tensors
+CAPACITY_WITH_TENSORS = 64  # the same once a call holds tensors, such as an attention mask
 
 
 def is_recomputing() -> bool:
@@ -107,7 +107,6 @@ class CheckpointedCalls(dict[Call, list[NotedCall]]):
     """The calls that a backward pass may recompute."""
 
     complete = True  # whether no call was evicted
-    with_tensors: tuple[Call, ...] = ()  # the calls that hold tensors, such as attention masks
 
     @property
     def detects_redraws(self) -> bool:
@@ -116,22 +115,15 @@ class CheckpointedCalls(dict[Call, list[NotedCall]]):
         return self.complete and (internals.saved_tensors_hooks is not None or bool(self))
 
     def note(self, call: Call, rate: CurrentRate | None, collected: Mapping[str, Any]) -> None:
-        """Remember a call, and evict the oldest if there are too many."""
+        """Remember a call, and forget the oldest if there are too many."""
         same_state = self.pop(call, [])
         # If nothing is drawn, as inside `disabled`, the next forward starts from the same RNG state.
         noted = NotedCall(internals.sequence_number(), torch.is_grad_enabled(), rate, collected)
         self[call] = [*same_state[1 - MAX_CALLS_PER_STATE :], noted]
-        if collected and any(isinstance(value, Tensor) for value in collected.values()):
-            self.with_tensors = (*self.with_tensors, call)
-            if len(self.with_tensors) > CAPACITY_WITH_TENSORS:
-                self._evict(self.with_tensors[0])
-                self.with_tensors = self.with_tensors[1:]
-        if len(self) > CAPACITY:
-            self._evict(next(iter(self)))
-
-    def _evict(self, call: Call) -> None:
-        self.pop(call, None)
-        self.complete = False
+        holds_tensors = any(isinstance(value, Tensor) for value in collected.values())
+        while len(self) > (CAPACITY_WITH_TENSORS if holds_tensors else CAPACITY):
+            del self[next(iter(self))]
+            self.complete = False
 
     def find(self, call: Call) -> NotedCall | None:
         """Return the forward that this call recomputes, or None if no forward had this RNG state."""

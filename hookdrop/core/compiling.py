@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.fx import Proxy
@@ -27,17 +27,11 @@ is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since P
 class GraphBreak:
     """A function that compiled code calls outside of the graph. PyTorch shows the reason under `fullgraph=True`."""
 
-    waiting: ClassVar[list[GraphBreak] | None] = []  # those made before the compiler was imported; None afterwards
-
     def __init__(self, function: Callable[..., Any], reason: str) -> None:
         self.call, self.reason = function, reason
-        if GraphBreak.waiting is None:
-            self.disable()
-        else:
-            GraphBreak.waiting.append(self)
+        torch_internals.when_compiler_is_imported(self._disable)
 
-    def disable(self) -> None:
-        """Tell the compiler, which is imported now, not to trace the function."""
+    def _disable(self) -> None:
         disable: Any = torch.compiler.disable
         known = "reason" in inspect.signature(disable).parameters  # since PyTorch 2.8
         self.call = disable(self.call, reason=self.reason) if known else disable(self.call)
@@ -53,9 +47,6 @@ def _prepare() -> None:
     """Enable guards on hooks and mark the functions that must not be traced, once the compiler is imported."""
     global _compiled_before
     _compiled_before = torch_internals.enable_hook_guards()
-    waiting, GraphBreak.waiting = GraphBreak.waiting or [], None
-    for one in waiting:
-        one.disable()
     mark_constant: Any = torch.compiler.assume_constant_result
     for function in (warn_of_export, warn_of_redraws, *torch_internals.constants_of_a_trace):
         mark_constant(function)

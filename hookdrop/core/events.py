@@ -1,6 +1,6 @@
 """What the core announces. Guards and other observers append functions, which are called in this order.
 
-A hook has listeners of its own, because most only watch its first calls: `hook.first_listeners`.
+Each hook also has its own listeners (`hook.first_listeners`), most of which watch only its first calls.
 """
 
 from __future__ import annotations
@@ -20,10 +20,6 @@ rates_set: list[Callable[[Any], None]] = []
 MOVES = 10
 moved: list[Callable[[Any, Any, Any], None]] = []
 """Called with (model, states, sinks) at every `MOVES`-th change of a step; the model may be None."""
-
-first_step: list[Callable[[Any, int, bool], None]] = []
-"""Called with (state, steps, had_state) before the first step of a followed optimizer is counted: the step count in the
-optimizer's state, and whether it had one before."""
 
 removing: list[Callable[[Any, Any, Any], None]] = []
 """Called with (model, states, sinks) before a removal that the user requested; the model may be None."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookdrop.core import compiling, events, rates, state_dict
+from hookdrop.core import compiling, events, state_dict
 from hookdrop.core.arguments import CopyDevice, count, named_arguments, number
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.follow import Follower, innermost
@@ -20,7 +20,16 @@ from hookdrop.core.registry import remove_sinks, sinks_of
 from hookdrop.core.schedules import Schedule
 from hookdrop.core.sink import RateSink
 from hookdrop.core.spec import InjectionSpec, spec_of
-from hookdrop.core.state import InjectionState
+from hookdrop.core.state import (
+    InjectionState,
+    changing,
+    current_rate,
+    largest_target,
+    overriding,
+    rates_by_unit,
+    set_steps,
+    set_targets,
+)
 from hookdrop.core.tables import counted, html_table, text_table
 
 # Imported on first use, because most trainings neither measure nor predict.
@@ -120,7 +129,7 @@ class Injection:
     @property
     def _units(self) -> dict[str, list[RateSink]]:
         """All that has a rate by its unit, including sinks outside the handle's part of the model."""
-        return rates.rates_by_unit([sink for state in self._states for sink in state.live.members])
+        return rates_by_unit([sink for state in self._states for sink in state.live.members])
 
     def _require_any(self, what: str) -> None:
         self._check_not_removed(what)
@@ -194,7 +203,7 @@ class Injection:
         rates have different units (a probability and a standard deviation); see `sites[i].p` then.
         """
         units = list(self._units.values())
-        return rates.current_rate(units[0]) if len(units) == 1 else None
+        return current_rate(units[0]) if len(units) == 1 else None
 
     @p.setter
     def p(self, value: float) -> None:
@@ -213,16 +222,16 @@ class Injection:
         It can be set at any time; the sites of an injection with different rates keep their proportions.
         """
         units = list(self._units.values())
-        return rates.largest_target(units[0]) if len(units) == 1 else None
+        return largest_target(units[0]) if len(units) == 1 else None
 
     @target_p.setter
     def target_p(self, value: float) -> None:
         self._check_not_removed("target_p = ...")
         sinks = self._require_common_unit("target_p = ...")
         value = number(value, "target_p", self.name)
-        with rates.changing(self._states):
+        with changing(self._states):
             for state in self._states:
-                rates.set_targets([sink for sink in sinks if sink.state is state], value)
+                set_targets([sink for sink in sinks if sink.state is state], value)
 
     def _require_common_unit(self, what: str) -> list[RateSink]:
         """Return the sinks with a rate, or raise if there is none or the units differ."""
@@ -285,22 +294,15 @@ class Injection:
                     "changed.\n  to switch: drop.follow(None), then drop.follow(optimizer)"
                 )
         for state in [state for state in self._states if not state.followed]:
-            first = partial(events.announce, events.first_step, state)
-            state.live.follower = Follower(inner, self._only([state])._advance, first)
-            if state.live.update_counter is not None:  # earlier updates say nothing about this optimizer
-                state.live.update_counter.updates_since_step = 0
+            state.live.follower = Follower(inner, self._only([state])._advance)
         return self
 
     def _advance(self, n: int = 1) -> None:
-        for state in self._states:
-            # If the modules no longer exist, the optimizer must stop counting. The model may be a deleted wrapper.
-            if state.live.follower is not None and not any(sink.is_attached for sink in state.live.members):
-                state.live.follower.release()
         self._require_any("step()")
         self._move(lambda state: state.step_count + n)
 
     def _move(self, step_of: Callable[[InjectionState], int]) -> None:
-        for state in rates.seek(self._states, step_of):
+        for state in set_steps(self._states, step_of):
             if state.live.moves % events.MOVES == 0:
                 own = self._only([state])
                 events.announce(events.moved, self._model(), own._states, own._sinks)
@@ -320,15 +322,16 @@ class Injection:
         self._check_not_removed("enabled = ...")
         if not isinstance(value, bool):
             raise TypeError(f"enabled must be True or False, got {value!r}.")
-        with rates.changing(self._states):
+        with changing(self._states):
             for state in self._states:
-                state.set_enabled(value)
+                state.enabled = value  # inside a context, until it exits
+                state.live.overrides = [one for one in state.live.overrides if one.sampling is None]
 
     @contextmanager
     def disabled(self) -> Iterator[Injection]:
         """Disable inside the `with` block, and restore the previous state on exit. Contexts can be nested."""
         self._check_not_removed("contexts")
-        with rates.overriding(self._states, sampling=False):
+        with overriding(self._states, sampling=False):
             yield self
 
     @contextmanager
@@ -351,13 +354,13 @@ class Injection:
                 raise InjectionError(
                     f"sampling at rate {at.pop():g} gives the same output each time: {state.name!r} is at step "
                     f"{state.step_count} of {state.schedule}.\n"
-                    f"  pass a rate: sampling(p={rates.largest_target(rated) or 0.1:g})   or seek() to the training "
+                    f"  pass a rate: sampling(p={largest_target(rated) or 0.1:g})   or seek() to the training "
                     "step (a copy, such as an EMA, has its own step count)."
                 )
         for state in self._states:
             for sink in list(state.live.members):
                 sink.before_sampling(self._require_model)
-        with rates.overriding(self._states, sampling=True, p=p):
+        with overriding(self._states, sampling=True, p=p):
             yield self
 
     def predict(
@@ -463,7 +466,7 @@ class Injection:
             table.
         """
         sinks, probe = self._require_sinks("probe()"), PARTS["probe"]
-        with rates.overriding(self._states, step=None if step is None else count(step, "step", "probe", 0)):
+        with overriding(self._states, step=None if step is None else count(step, "step", "probe", 0)):
             return probe(self._require_model(), sinks, x, forwards)
 
     @contextmanager
@@ -506,7 +509,7 @@ class Injection:
         self._check_not_removed("metrics()")
         found: dict[str, float] = {}
         for one in self:
-            numbers = {unit: rates.current_rate(sinks) for unit, sinks in one._units.items()}
+            numbers = {unit: current_rate(sinks) for unit, sinks in one._units.items()}
             if one.keep_prob is not None:
                 numbers["keep_prob"] = one.keep_prob
             numbers |= {"step": float(one.step_count), "enabled": float(one.enabled)}
@@ -523,8 +526,7 @@ class Injection:
         if self._model() is None:
             return f"<Injection {state.name!r}, whose model was deleted>"
         p = "".join(
-            f" {unit}={rates.current_rate(sinks):.4g} of {rates.largest_target(sinks):.4g},"
-            for unit, sinks in self._units.items()
+            f" {unit}={current_rate(sinks):.4g} of {largest_target(sinks):.4g}," for unit, sinks in self._units.items()
         )
         off = "" if state.on else " disabled,"
         sites = counted(len(self._sinks), "site")

@@ -28,7 +28,7 @@ from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.needs import MASK, SAMPLES, CallValue, SampleRows, place_around
 from hookdrop.core.parts import REGULARIZERS
 from hookdrop.core.regularizer import NO_RATE, CurrentRate, P, Rate, Regularizer, at_rate, rate_of
-from hookdrop.core.sink import PlacedSite
+from hookdrop.core.sink import CompanionHook, PlacedHook, RateSink
 from hookdrop.core.state import InjectionState
 from hookdrop.core.torch_internals import graph_task, is_tracing
 
@@ -45,12 +45,13 @@ def note_call(hook: SiteHook, module: nn.Module, value: Any) -> None:
 
 
 first_listeners: list[Listener] = [note_call]
-"""Every new hook starts with these. They unsubscribe themselves, so in steady state a hook has none."""
+"""Every new hook starts with these. Most unsubscribe themselves after its first calls; one watches penalties."""
 
 
-class SiteHook(PlacedSite):
+class SiteHook(PlacedHook, RateSink):
     """A forward hook that regularizes one tensor of a layer's output, or a pre-hook for one of its arguments."""
 
+    companions: list[CompanionHook]  # further hooks of the site, on other modules
     own: ClassVar[tuple[str, ...]] = (
         *("called", "trained", "last_shape", "listeners"),
         *("train_rate", "eval_rate", "graph_break"),
@@ -216,19 +217,16 @@ class SiteHook(PlacedSite):
             finally:
                 # A checkpoint stops the recompute by an exception once all saved tensors are available.
                 if known is None and checkpointed.detects_redraws and self._fingerprint(value) != before:
-                    self._warn_of_another_mask()
+                    self.state.warn_once(
+                        "different mask",
+                        f"{self.state.name!r}: {self.site!r} ran in a backward pass with an RNG state that none of its "
+                        "forwards had. If an activation checkpoint recomputed it, its mask differs from that of the "
+                        "forward, and the gradients are wrong.\n"
+                        "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
+                        "Inject or replace before the forward, not between forward and backward.",
+                    )
 
         return self.edit(module, value, apply)
-
-    def _warn_of_another_mask(self) -> None:
-        self.state.warn_once(
-            "different mask",
-            f"{self.state.name!r}: {self.site!r} ran in a backward pass with an RNG state that none of its forwards "
-            "had. If an activation checkpoint recomputed it, its mask differs from that of the forward, and the "
-            "gradients are wrong.\n"
-            "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
-            "Inject or replace before the forward, not between forward and backward.",
-        )
 
     def _fingerprint(self, value: Any) -> int:
         return rng_fingerprint(value[2] if self.at == "output" else value)
@@ -331,18 +329,31 @@ class SiteHook(PlacedSite):
         else:
             self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
 
+    def accompany(self, register: Callable[..., Any], function: Any, *settings: Any, **flags: bool) -> CompanionHook:
+        """Register a companion that calls `function(self, *settings, ...)`."""
+        companion = CompanionHook(self, function, *settings)
+        companion.handle = register(companion, **flags)
+        self.companions.append(companion)
+        return companion
+
     def remove(self) -> None:
         super().remove()
+        for companion in self.companions:
+            companion.remove()
         self.train_rate = self.eval_rate = None  # it may still be in a copied table
 
     @property
     def is_attached(self) -> bool:
-        """Whether the hook is placed and its module still exists."""
         return self.handle is not None and self.handle.hooks_dict_ref() is not None
 
     def describe(self, rate: float | None = None) -> str:
-        """Return the regularizer as text, at the given rate or at its target."""
         return repr(at_rate(self.regularizer, self.target if rate is None else rate))
+
+    @property
+    def where(self) -> str:
+        """The regularizer and the site, for messages."""
+        place = repr(self.site) if self.site else "the model itself"
+        return f"{self.regularizer.title} at {place}{'' if self.at == 'output' else f' ({self.at})'}"
 
     def __getattr__(self, name: str) -> Any:
         # torch.jit.script reads `__name__` first, so this error can explain what to do.

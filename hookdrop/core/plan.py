@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, cast
@@ -316,21 +316,20 @@ def _check_chosen(spec: InjectionSpec, sites: Sequence[str]) -> None:
 
 def rate_factors(layers: list[Layer], p_scale: PScale) -> list[float]:
     """Return the rate factor of each layer: by depth, by pattern, or from a function."""
+    if isinstance(p_scale, Mapping):
+        found = values_by_entry(layers, p_scale, "p_scale", "selected layers")
+        return [found.get(layer.name, 1.0) for layer in layers]
     count = len(layers)
-    if p_scale == "equal":
-        return [1.0] * count
-    if p_scale == "depth":
-        return [(index + 1) / count for index in range(count)]
-    if p_scale == "depth_from_zero":
-        if count == 1:
-            raise ValueError("p_scale='depth_from_zero' gives the only site the factor 0; use 'depth' or omit p_scale.")
-        return [index / (count - 1) for index in range(count)]
-    if p_scale == "depth_reversed":
-        return [(count - index) / count for index in range(count)]
-    if not isinstance(p_scale, Mapping):
-        return [cast(Any, p_scale)(layer.name, index, count) for index, layer in enumerate(layers)]
-    found = values_by_entry(layers, p_scale, "p_scale", "selected layers")
-    return [found.get(layer.name, 1.0) for layer in layers]
+    if p_scale == "depth_from_zero" and count == 1:
+        raise ValueError("p_scale='depth_from_zero' gives the only site the factor 0; use 'depth' or omit p_scale.")
+    by_depth: dict[str, Callable[[str, int, int], float]] = {
+        "equal": lambda name, index, count: 1.0,
+        "depth": lambda name, index, count: (index + 1) / count,
+        "depth_from_zero": lambda name, index, count: index / (count - 1),
+        "depth_reversed": lambda name, index, count: (count - index) / count,
+    }
+    factor = by_depth[p_scale] if isinstance(p_scale, str) else p_scale
+    return [factor(layer.name, index, count) for index, layer in enumerate(layers)]
 
 
 def _scale(sites: list[PlannedSite], scales: list[float]) -> None:

@@ -14,14 +14,11 @@ from torch import nn
 
 from hookdrop.core.hook import SiteHook
 from hookdrop.core.selection import check_model
-from hookdrop.core.sink import CompanionHook, PlacedHook, RateSink
+from hookdrop.core.sink import PlacedHook, RateSink
 from hookdrop.core.torch_internals import HOOK_TABLES
 
 hidden_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules whose hooks are currently hidden by a `without_hooks` context."""
-
-
-Finder = Callable[[nn.Module], Iterable[tuple[nn.Module, RateSink]]]
 
 
 def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
@@ -30,11 +27,11 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, SiteHook]]:
     for module in model.modules():
         for name, _ in reversed(HOOK_TABLES):
             for hook in getattr(module, name).values():
-                if isinstance(hook, PlacedHook) and not isinstance(hook, CompanionHook):
-                    yield module, hook.owner
+                if isinstance(hook, SiteHook):
+                    yield module, hook
 
 
-finders: list[Finder] = [hooks_of]
+finders: list[Callable[[nn.Module], Iterable[tuple[nn.Module, RateSink]]]] = [hooks_of]
 """Each yields one kind of sinks of a model with their modules, in `named_modules()` order."""
 
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookdrop.core.regularizer import CurrentRate, Rate, Regularizer
+from hookdrop.core.regularizer import CurrentRate, Rate
 from hookdrop.core.torch_internals import HOOK_TABLES
 
 
@@ -58,7 +58,7 @@ class RateSink:
         raise NotImplementedError
 
     def place(self, module: nn.Module) -> None:
-        raise NotImplementedError
+        """Begin to act on the module."""
 
     def take_over(self, replaced: Any) -> None:
         """Restore in the end what those of the `replaced` sinks would that change the same."""
@@ -73,7 +73,7 @@ class RateSink:
         raise NotImplementedError
 
     def remove(self) -> None:
-        raise NotImplementedError
+        """Stop, and restore the module."""
 
     # --- the rate
 
@@ -83,7 +83,7 @@ class RateSink:
         raise NotImplementedError
 
     def set_rate(self, rate: CurrentRate, on: bool, sampling: bool) -> None:
-        raise NotImplementedError
+        """Act at this rate in training mode if `on`, and in eval mode if also `sampling`."""
 
     def valid_target(self, value: object) -> float:
         """Return `value` as a float, or raise if it is out of range."""
@@ -159,30 +159,3 @@ class CompanionHook(PlacedHook):
     def is_attached(self) -> bool:
         table = None if self.handle is None else self.handle.hooks_dict_ref()
         return table is not None and self.handle is not None and self.handle.id in table
-
-
-class PlacedSite(PlacedHook, RateSink):
-    """The hook of a site, with further hooks on other modules."""
-
-    regularizer: Regularizer
-    collected: dict[str, Any]
-    """What the regularizer needs from modules around the layer."""
-    companions: list[CompanionHook]
-
-    @property
-    def where(self) -> str:
-        """The regularizer and the site, for messages."""
-        place = repr(self.site) if self.site else "the model itself"
-        return f"{self.regularizer.title} at {place}{'' if self.at == 'output' else f' ({self.at})'}"
-
-    def accompany(self, register: Callable[..., Any], function: Any, *settings: Any, **flags: bool) -> CompanionHook:
-        """Register a companion that calls `function(self, *settings, ...)`."""
-        companion = CompanionHook(self, function, *settings)
-        companion.handle = register(companion, **flags)
-        self.companions.append(companion)
-        return companion
-
-    def remove(self) -> None:
-        super().remove()
-        for companion in self.companions:
-            companion.remove()

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from hookdrop.core.errors import InjectionError, StateError, warn
-from hookdrop.core.rates import changing
 from hookdrop.core.sink import RateSink
 from hookdrop.core.spec import described, spec_of
-from hookdrop.core.state import InjectionState
+from hookdrop.core.state import InjectionState, changing
 from hookdrop.core.tables import counted, some
 
 VERSION = 2

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from hookdrop.core.adapters import ForeignFunction, ForeignModule
-from hookdrop.core.arguments import not_stored, settings_text, signature_line
+from hookdrop.core.arguments import init_parameters, settings_text, signature_line
 from hookdrop.core.errors import StateError, nearest
 from hookdrop.core.parts import RECIPES, REGULARIZERS
 from hookdrop.core.recipe import Recipe
@@ -71,7 +71,7 @@ def text_of(thing: Regularizer | Recipe | Schedule) -> str:
     if isinstance(thing, ForeignFunction):
         return qualified_name(thing.function)
     made = thing.module if isinstance(thing, ForeignModule) else thing
-    for name in not_stored(made):
+    for name in [name for name in init_parameters(type(made)) if not hasattr(made, name)]:  # `*args` is one
         fix = "name each argument, and store it" if name.startswith("*") else f"write: self.{name} = {name}"
         raise StateError(
             f"{thing!r} cannot be saved: {type(made).__name__} does not store its argument {name!r}.\n"

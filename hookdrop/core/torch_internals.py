@@ -248,24 +248,26 @@ def when_compiler_is_imported(callback: Callable[[], None]) -> None:
     if compiler_is_imported():
         importlib.import_module("torch._dynamo")  # waits if another thread is importing it
         callback()
-    else:
-        sys.meta_path.insert(0, _AfterImport("torch._dynamo", callback))
+        return
+    if not _callbacks:
+        sys.meta_path.insert(0, _AfterImport())
+    _callbacks.append(callback)
+
+
+_callbacks: list[Callable[[], None]] = []
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds one module with the other finders, and calls a callback after its execution."""
-
-    def __init__(self, name: str, callback: Callable[[], None]) -> None:
-        self.name, self.callback = name, callback
+    """Finds the compiler with the other finders, and calls the callbacks after its execution."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self.name:
+        if name != "torch._dynamo":
             return None
         sys.meta_path.remove(self)
         spec: Any = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), self.callback())
+            spec.loader.exec_module = lambda module: (execute(module), [callback() for callback in _callbacks])
         return spec
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from hookdrop.core import events
+from hookdrop.core.parts import REGULARIZERS
 from hookdrop.core.regularizer import drops_elements
 from hookdrop.core.tables import counted
 from hookdrop.guards.messages import find
@@ -36,9 +37,7 @@ class Planned:
     @property
     def erased(self) -> list[str]:
         """A drop probability reaches 1, except that of DropPath, whose branch has a skip."""
-        from hookdrop.regularizers.drop_path import DropPath  # regularizers are imported on first use
-
-        certain = [site for site in self.sites if not isinstance(site.regularizer, DropPath)]
+        certain = [site for site in self.sites if not isinstance(site.regularizer, REGULARIZERS["DropPath"])]
         return [site.name for site in certain if site.highest >= 1.0]
 
     @property
@@ -49,10 +48,7 @@ class Planned:
     @property
     def high_rate(self) -> dict[str, Any]:
         """DropBlock or DropPath at a rate from 0.8 to 0.95."""
-        from hookdrop.regularizers.drop_path import DropPath
-        from hookdrop.regularizers.dropblock import DropBlock
-
-        kinds, (low, high) = DropBlock | DropPath, _KEEP_RATES
+        kinds, (low, high) = (REGULARIZERS["DropBlock"], REGULARIZERS["DropPath"]), _KEEP_RATES
         return _first(
             [(s, {"p": s.p}) for s in self.sites if isinstance(s.regularizer, kinds) and low <= (s.p or 0.0) <= high]
         )
@@ -87,12 +83,8 @@ class Planned:
     @property
     def whole_block(self) -> dict[str, Any]:
         """The output of the forward is close to the sum of the input and something else."""
-        from hookdrop.regularizers.drop_path import DropPath
-        from hookdrop.regularizers.noise import ShakeDrop
-
-        whole = [
-            s for s, seen in self._seen if seen.resembles_input and isinstance(s.regularizer, DropPath | ShakeDrop)
-        ]
+        kinds = REGULARIZERS["DropPath"], REGULARIZERS["ShakeDrop"]
+        whole = [s for s, seen in self._seen if seen.resembles_input and isinstance(s.regularizer, kinds)]
         return _first([(s, {"does": "drops" if drops_elements(s.regularizer) else "perturbs"}) for s in whole])
 
     @property
@@ -109,11 +101,7 @@ class Planned:
     @property
     def before_batch_norm(self) -> list[str]:
         """The output of the site is the input of a batch norm, and its rate is at least 0.3."""
-        from hookdrop.regularizers.dropblock import DropBlock
-        from hookdrop.regularizers.dropout import Dropout
-        from hookdrop.regularizers.noise import GaussianDropout
-
-        kinds = Dropout | DropBlock | GaussianDropout
+        kinds = REGULARIZERS["Dropout"], REGULARIZERS["DropBlock"], REGULARIZERS["GaussianDropout"]
         high = [site for site, _ in self._seen if isinstance(site.regularizer, kinds) and (site.p or 0.0) >= _HIGH_RATE]
         return [site.name for site, seen in self._seen if seen.feeds_norm and site in high]
 

@@ -15,6 +15,7 @@ from hookdrop.core import events
 from hookdrop.core.errors import ShapeError
 from hookdrop.core.hook import SiteHook, first_listeners
 from hookdrop.core.needs import partial_calls
+from hookdrop.core.parts import REGULARIZERS
 from hookdrop.core.registry import hooks_of
 from hookdrop.core.regularizer import Regularizer
 from hookdrop.core.selection import layers_by_name, module_at
@@ -22,28 +23,11 @@ from hookdrop.core.state import InjectionState
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import container_of
 from hookdrop.core.torch_internals import full_backward_hooks_of, parameters_of
-from hookdrop.guards.messages import find, message, warn_each
+from hookdrop.guards.messages import message, warn_each
 from hookdrop.training.seeding import announce, find_rank_with_same_seed
 
 CHANGES = ("lost", "copied", "moved", "full_backward_hook")
 USE = ("untrained", "silent", "always_in_eval", "equal_masks", "rows")
-
-
-def find_problems(
-    model: nn.Module, state: InjectionState, hooks: Sequence[SiteHook] | None = None, requested: bool = False
-) -> dict[str, str]:
-    """Return the text of each problem by its kind; a check that the user `requested` reports idle sites earlier."""
-    if state.removed:
-        return {"removed": f"{state.name!r} was removed from its model."} if requested else {}
-    compared = Comparison(model, state, hooks, requested)
-    planned = dict(state.live.planned)
-    if any(sink.target != sink.initial_target for sink in state.live.members):
-        planned.pop("erased", None)
-    found = find((*CHANGES, *USE), compared) | planned
-    for hook in compared.intact:
-        if check_first_shape in hook.listeners:
-            found |= shape_warnings(hook)
-    return found
 
 
 class Comparison:
@@ -180,11 +164,10 @@ def check_first_shape(hook: SiteHook, module: nn.Module, value: Any) -> None:
 
 def warn_about_shape(hook: SiteHook) -> None:
     """Warn about the last shape, once. Compiled graphs cannot raise warnings, so their shapes are checked in `step`."""
-    from hookdrop.regularizers.dropblock import DropBlock  # regularizers are imported on first use
-
     hook.unsubscribe(check_first_shape)
     warn_each(hook.state, shape_warnings(hook))
-    hook.on_new_shape = warn_about_shape if isinstance(hook.regularizer, DropBlock) else None  # a map below a block
+    if isinstance(hook.regularizer, REGULARIZERS["DropBlock"]):  # a later map may be smaller than a block
+        hook.on_new_shape = warn_about_shape
 
 
 def _warn_about_deferred_shapes(state: InjectionState) -> None:

@@ -6,29 +6,94 @@ without weights. Updates by other optimizers are detected in forward passes. The
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hookdrop.core import events
-from hookdrop.core.follow import is_inside_step
 from hookdrop.core.hook import SiteHook, first_listeners
-from hookdrop.core.registry import hooks_of
 from hookdrop.core.sink import RateSink
-from hookdrop.core.state import InjectionState, States
-from hookdrop.core.torch_internals import children_of
+from hookdrop.core.state import InjectionState
+from hookdrop.core.torch_internals import parameters_of, version_of
 from hookdrop.guards.messages import find, warn_each
-from hookdrop.guards.problems import CHANGES, Comparison, find_problems
-from hookdrop.guards.updates import UPDATES_BEFORE_WARNING, UpdateCounter
+from hookdrop.guards.problems import CHANGES, USE, Comparison, check_first_shape, shape_warnings
 
 PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "too_slow", "ended_early", "restarted")
+UPDATES_BEFORE_WARNING = 20
+"""Weight updates before a warning is raised. Gradient accumulation, recurrent calls and validation do not update."""
 MOST_EPOCHS = 100  # a schedule that ends after so few steps may be one that counts epochs
+
+
+# --- the updates of the weights
+
+
+class UpdateCounter:
+    """Counts the updates of a hooked model by its first trainable weight, also since the schedule last advanced.
+
+    Holds the model weakly.
+    """
+
+    def __init__(self, model: nn.Module, *, copied: bool) -> None:
+        self.model = weakref.ref(model)
+        self.copied = copied
+        """Whether the hooks are copies, possibly of a teacher or an average that no optimizer trains."""
+        self.awaiting_first_calls = not copied  # whether some site may not have run yet and no warning was raised
+        self.compared = copied  # whether the model was compared with its injection
+        self.updates = self.updates_since_step = 0
+        self.steps_of_others = 0  # steps of optimizers that do not train the model, before it was trained
+        self._progress: tuple[int, object] = (0, None)  # the moves of the schedule, and what it followed last
+        self._owner: tuple[weakref.ref[nn.Module], str] | None = None
+        """The module and name of the weight. A weak reference to the parameter itself would prevent swapping it."""
+        weight = self._weight()
+        self._first_version = self._version = None if weight is None else version_of(weight)
+
+    def _weight(self) -> nn.Parameter | None:
+        """Return the first trainable parameter. It is cached, because a search at every step would be slow."""
+        module = None if self._owner is None else self._owner[0]()
+        weight = None if module is None or self._owner is None else parameters_of(module).get(self._owner[1])
+        if weight is not None and weight.requires_grad:
+            return weight
+        model, self._owner = self.model(), None
+        for module in () if model is None else model.modules():
+            for name, weight in parameters_of(module).items():
+                if weight is None or isinstance(weight, UninitializedParameter):
+                    continue
+                if weight.requires_grad and not weight.is_inference():
+                    self._owner = weakref.ref(module), name
+                    return weight
+        return None
+
+    def is_trained_by(self, optimizer: Optimizer) -> bool:
+        weight = self._weight()
+        return any(weight is parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    def was_updated(self) -> bool:
+        """Whether the weights were updated often enough for a warning, also if no update was noticed."""
+        weight = self._weight()
+        moved = 0 if weight is None or self._first_version is None else version_of(weight) - self._first_version
+        return max(self.updates, moved) >= UPDATES_BEFORE_WARNING
+
+    def notice_update(self, state: InjectionState, after: Optimizer | None = None) -> None:
+        """Count an update if the weight's version changed since the last call, or `after` a step of its optimizer."""
+        weight, live = self._weight(), state.live
+        before, self._version = self._version, None if weight is None else version_of(weight)
+        # Fused kernels and writes to `.data` do not increment the version.
+        changed = before != self._version or (after is not None and self.is_trained_by(after))
+        self.updates += changed
+        if live.loss_terms is not None:
+            live.loss_terms.note_updates(self.updates)
+        last, self._progress = self._progress, (live.moves, live.follower or self._progress[1])
+        if last != self._progress or not state.enabled or live.contexts:
+            self.updates_since_step = 0
+        else:
+            self.updates_since_step += changed
 
 
 # --- the progress of a schedule
@@ -105,34 +170,27 @@ class Progress:
         return {"unread": unread} if unread >= UPDATES_BEFORE_WARNING else {}
 
 
-def _note_first_step(state: InjectionState, steps: int, had_state: bool) -> None:
-    """Warn if the optimizer has already taken steps, according to the state that it has at the first counted step."""
-    if not state.live.was_stepped:
-        if steps > state.step_count + 1:
-            state.live.steps_ahead = steps - 1 - state.step_count
-        elif had_state and not steps and not state.step_count:
-            state.live.steps_ahead = 0
-        warn_each(state, schedule_problems(state))
-
-
-events.first_step.append(_note_first_step)
-
 # --- while the model is trained
 
-_watched = States()
+_watched: weakref.WeakValueDictionary[int, InjectionState] = weakref.WeakValueDictionary()
+
+
+def _watched_states() -> list[InjectionState]:
+    # Iterating a WeakSet fails if another thread adds to it.
+    return [state for reference in _watched.valuerefs() if (state := reference()) is not None]
 
 
 @cache
 def _listen() -> None:
     # Never removed: removal during the hook loop of an optimizer would fail.
+    register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    register_module_module_registration_hook(_before_registration)
 
 
 def watch(model: nn.Module, state: InjectionState, *, copied: bool = False) -> None:
     """Watch the training of `model` until all sites have run, or permanently if it has a schedule."""
     state.live.update_counter = UpdateCounter(model, copied=copied)
-    _watched.add(state)
+    _watched[id(state)] = state
     _listen()
 
 
@@ -154,19 +212,27 @@ def begin(plan: Any, state: InjectionState, sinks: Sequence[RateSink]) -> None:
 
 
 def check(model: nn.Module, state: InjectionState, sinks: Sequence[RateSink], requested: bool = True) -> dict[str, str]:
-    """Return the problems of an injection at these sinks, by kind."""
-    counter: UpdateCounter | None = state.live.update_counter
+    """Return the problems of an injection at these sinks by kind; if `requested` by the user, idle sites earlier."""
+    if state.removed:
+        return {"removed": f"{state.name!r} was removed from its model."} if requested else {}
+    counter, planned = state.live.update_counter, dict(state.live.planned)
+    if any(sink.target != sink.initial_target for sink in state.live.members):
+        planned.pop("erased", None)
     hooks = [sink for sink in sinks if isinstance(sink, SiteHook)]
-    found = find_problems(model, state, hooks, requested=requested)
+    compared = Comparison(model, state, hooks, requested)
+    found = find((*CHANGES, *USE), compared) | planned
+    for hook in compared.intact:
+        if check_first_shape in hook.listeners:
+            found |= shape_warnings(hook)
     trained = any(hook.trained for hook in hooks) if hooks else counter is not None and counter.updates > 0
     return found | schedule_problems(state, trained)
 
 
 def _warn(model: nn.Module | None, states: Sequence[InjectionState], sinks: Sequence[RateSink]) -> None:
     """Warn about the problems of injections."""
-    for state in states if model is not None else ():
-        assert model is not None
-        warn_each(state, check(model, state, [sink for sink in sinks if sink.state is state], requested=False))
+    if model is not None:
+        for state in states:
+            warn_each(state, check(model, state, [sink for sink in sinks if sink.state is state], requested=False))
 
 
 events.placed.append(begin)
@@ -176,10 +242,36 @@ events.removing.append(_warn)
 events.removed.append(unwatch)
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or is_inside_step(optimizer):
+_stepping: set[int] = set()
+"""The ids of the optimizers whose step has begun and was not seen yet, as in `Follower`."""
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
         return
-    for state in _watched.snapshot():
+    _stepping.add(id(optimizer))
+    for state in _watched_states():
+        follower = state.live.follower
+        if follower is not None and follower.optimizer is optimizer and not state.live.was_stepped:
+            _note_steps_before(state, optimizer)
+
+
+def _note_steps_before(state: InjectionState, optimizer: Optimizer) -> None:
+    """Before the first step of a followed optimizer, warn if its state shows that it has already taken steps."""
+    own = [one for one in optimizer.state.values() if one]
+    counts = [int(one["step"]) for one in own if isinstance(one, dict) and "step" in one][:1]  # as in Adam
+    if counts and counts[0] > state.step_count:
+        state.live.steps_ahead = counts[0] - state.step_count
+    elif own and not counts and not state.step_count:
+        state.live.steps_ahead = 0
+    warn_each(state, schedule_problems(state))
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or id(optimizer) not in _stepping:
+        return
+    _stepping.discard(id(optimizer))
+    for state in _watched_states():
         counter: UpdateCounter = state.live.update_counter
         model = counter.model()
         if model is not None:
@@ -193,23 +285,22 @@ def _check_state(counter: UpdateCounter, model: nn.Module, state: InjectionState
     trains = (counter.copied or unsettled) and counter.is_trained_by(optimizer)
     counter.steps_of_others += not (trains or state.live.trained or counter.copied)
     if counter.copied and not trains:
-        return None  # the weights of an averaged model change, but no optimizer trains them
+        return  # the weights of an averaged model change, but no optimizer trains them
     counter.notice_update(state, optimizer)
-    if state.live.loss_terms is not None:
-        state.live.loss_terms.note_updates(counter.updates)
     if trains and unsettled:
         _compare(counter, model, state)
     if counter.awaiting_first_calls:
         counter.awaiting_first_calls = not all(getattr(member, "called", True) for member in state.live.members)
         if counter.awaiting_first_calls and trains and counter.was_updated():
             counter.awaiting_first_calls = False
-            warn_each(state, find_problems(model, state) | schedule_problems(state, state.live.trained))
+            warn_each(state, check(model, state, [*state.live.members], requested=False))
     if state.live.has_lost_all_hooks:
         warn_each(state, find(CHANGES, Comparison(model, state)))
-        return unwatch(state)
+        unwatch(state)
+        return
     if counter.compared and not (counter.awaiting_first_calls or state.scheduled or state.live.loss_terms):
         unwatch(state)
-    return warn_each(state, schedule_problems(state))
+    warn_each(state, schedule_problems(state))
 
 
 def _compare(counter: UpdateCounter, model: nn.Module, state: InjectionState) -> None:
@@ -219,35 +310,22 @@ def _compare(counter: UpdateCounter, model: nn.Module, state: InjectionState) ->
         warn_each(state, find(CHANGES, Comparison(model, state)))
 
 
-def _before_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Compare a model again if a hooked module is replaced."""
-    replaced = None if torch.compiler.is_compiling() else dict(children_of(parent).items()).get(name)
-    hooks = () if replaced is None or replaced is child else hooks_of(replaced)
-    for state in {hook.state for _, hook in hooks}:
-        if (counter := state.live.update_counter) is not None and not counter.copied:
-            counter.compared = False
-            _watched.add(state)
-            for hook in state.live.members:
-                hook.listeners = tuple(dict.fromkeys((*hook.listeners, watch_forwards)))
-
-
 def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
     """Compare the model in its first training forward, and watch for updates by optimizers of other libraries."""
     state, live = hook.state, hook.state.live
     if live.update_counter is None and module.training and (state.scheduled or live.loss_terms):
         watch(module, state, copied=True)
     counter: UpdateCounter | None = live.update_counter
-    model = None if counter is None else counter.model()
-    if counter is not None and model is not None and module.training and not counter.compared:
+    if counter is None or (model := counter.model()) is None:
+        return hook.unsubscribe(watch_forwards) if module.training else None
+    if module.training and not counter.compared:
         _compare(counter, model, state)
     driven = not state.scheduled or live.was_stepped or state.followed or "not_advancing" in state.warned_kinds
-    if module.training and (counter is None or driven or counter.sampler not in (None, hook.site)):
+    if module.training and driven and live.loss_terms is None:
         return hook.unsubscribe(watch_forwards)
-    if counter is None or model is None or not torch.is_grad_enabled():
-        return None  # a copy, validation or inference
-    if module.training and counter.sampler is None:
-        counter.sampler = hook.site
-    counter.notice_update(state, samples=module.training)
+    if not torch.is_grad_enabled():
+        return None  # validation or inference
+    counter.notice_update(state)
     if module.training:
         warn_each(state, schedule_problems(state))
     elif live.root is not None and state.enabled and not live.contexts and counter.was_updated():
@@ -256,19 +334,3 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
 
 
 first_listeners.append(watch_forwards)
-
-
-def watch_loss_terms(hook: SiteHook, module: nn.Module, value: Any) -> None:
-    """Before each forward of a penalty, notice updates by optimizers of other libraries."""
-    terms, counter = hook.state.live.loss_terms, hook.state.live.update_counter
-    if terms is None:
-        return hook.unsubscribe(watch_loss_terms)
-    if module.training and counter is not None:
-        counter.notice_update(hook.state)
-        terms.note_updates(counter.updates)
-        if terms.unread_updates >= UPDATES_BEFORE_WARNING:
-            warn_each(hook.state, schedule_problems(hook.state))
-    return None
-
-
-first_listeners.append(watch_loss_terms)

@@ -21,7 +21,7 @@ from hookdrop.core.state import InjectionState
 from hookdrop.core.torch_internals import skip_frames_of, when_compiler_is_imported
 
 if TYPE_CHECKING:
-    from hookdrop.core.sink import PlacedSite
+    from hookdrop.core.hook import SiteHook as PlacedSite
 
 MOST_UNREAD = 2**12  # how many terms are kept without an update of the weights: a cell may run at each time step
 

@@ -229,28 +229,15 @@ class TestMovedModules:
             (lambda model: setattr(model, "fc", nn.Sequential(nn.Tanh(), model.fc)), "'fc' moved to 'fc.1'"),
         ],
     )
-    def test_a_change_during_the_training_warns_at_the_next_training_forward(
+    def test_a_change_during_the_training_is_reported(
         self, model: Small, drop: Injection, images: torch.Tensor, surgery: Callable[[Small], Any], words: str
     ) -> None:
         optimize(model, 3, x=images)
         surgery(model)
-        model.eval()(images)
+        (problem,) = drop.check()
+        assert words in problem
         with pytest.warns(HookdropWarning, match=words):
-            model.train()(images)
-        optimize(model, x=images)
-        assert len(drop.check()) == 1
-        assert not any(hook.listeners for hook in drop._sinks if hook.site == "conv1")
-
-    def test_the_loss_of_all_hooks_during_the_training_warns_at_the_next_step(self) -> None:
-        """No hook runs any more, so the optimizer notices it, also without a schedule."""
-        model = layers()
-        drop = inject(model, Dropout(0.5), layers="1")
-        optimize(model, 2)
-        model[1] = nn.ReLU()
-        with pytest.warns(HookdropWarning, match="lost their hook"):
-            optimize(model, 1)
-        optimize(model, 1)
-        assert len(drop.check()) == 1
+            drop.remove()
 
 
 class TestFullBackwardHooks:
