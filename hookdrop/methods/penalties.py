@@ -14,7 +14,7 @@ from hookdrop.core import compiling
 from hookdrop.core.checkpointing import is_inside_reentrant_checkpoint, is_recomputing
 from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.hook import SiteHook
-from hookdrop.core.needs import CallValue, has_ended
+from hookdrop.core.needs import CallValue
 from hookdrop.core.regularizer import CurrentRate
 from hookdrop.core.sink import CompanionHook
 from hookdrop.core.state import InjectionState
@@ -44,7 +44,7 @@ class LossTerms:
         self.unread_updates = 0  # how many updates of the weights came between forward and reading, since a reading
         self._updates = 0
         self.watched: set[int] = set()  # the ids of the modules around the layers, while hooks are placed
-        self.calls = CallValue()  # those in progress: the frame, which ends earlier only by an error, and terms before
+        self.calls = CallValue()  # the last terms before each call in progress, whose frame ends earlier by an error
         self._clear()
 
     def _clear(self) -> None:
@@ -62,8 +62,7 @@ class LossTerms:
 
     def forget_failed(self) -> None:
         """Forget the terms of calls that failed, such as for lack of memory: the next try adds them again."""
-        while self.calls.stack and has_ended(self.calls.value[0]):
-            _, last, compiled = self.calls.end()
+        for last, compiled in self.calls.left():
             while self.terms and self.terms[-1] is not last:
                 self.terms.pop()
             self.compiled = self.compiled and compiled
@@ -118,7 +117,7 @@ def _watch_call(hook: PlacedSite, begins: bool, *_: Any) -> None:
     terms = _terms_of(hook)
     if begins:
         terms.forget_failed()
-        terms.calls.start((sys._getframe(2), terms.terms[-1] if terms.terms else None, terms.compiled))
+        terms.calls.start((terms.terms[-1] if terms.terms else None, terms.compiled), sys._getframe(2))
     else:
         terms.calls.end()
 
