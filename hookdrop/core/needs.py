@@ -7,7 +7,7 @@ value, and a hook at the end of the same call, which also runs after an error, r
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -123,10 +123,12 @@ class CallValue(threading.local):
         self.frames.pop()
         return self.stack.pop()
 
-    def left(self) -> Iterator[Any]:
-        """Remove and yield values that an interrupt, or an error in compiled code, has left: of calls without `end`."""
+    def left(self) -> list[Any]:
+        """Remove and return the values of calls that an interrupt, or an error in compiled code, has ended."""
+        found = []
         while self.stack and has_ended(self.frames[-1]):
-            yield self.end()
+            found.append(self.end())
+        return found
 
     @property
     def value(self) -> Any:

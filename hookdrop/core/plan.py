@@ -80,8 +80,6 @@ class PlannedSite:
             skips = "rows" in regularizer.needs or "layer_input" in regularizer.needs
             if skips and self.at in ("output", "input"):
                 self.kind = "rows"
-            if regularizer._kind:
-                self.kind = f"{regularizer._kind} {self.kind}"
 
     @property
     def p(self) -> float | None:

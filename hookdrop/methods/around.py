@@ -24,8 +24,6 @@ class Around(SiteHook):
     KeyboardInterrupt, so the next call or a removal ends calls whose frame has ended.
     """
 
-    ends_first: ClassVar[bool] = False
-    """Whether it ends before other hooks after the call run."""
     nested: ClassVar[str] = ""
     """Why a layer that calls itself is refused, and what to do; empty if it is not."""
 
@@ -33,9 +31,9 @@ class Around(SiteHook):
         self.calls = CallValue()  # what calls in progress remember; None if the hook changes nothing
         super()._start()
 
-    def place(self, module: nn.Module) -> None:
-        super().place(module)
-        self.accompany(module.register_forward_hook, Around.end_call, always_call=True, prepend=self.ends_first)
+    def place(self, module: nn.Module, *, prepend: bool = False, ends_first: bool = False) -> None:
+        super().place(module, prepend=prepend)
+        self.accompany(module.register_forward_hook, Around.end_call, always_call=True, prepend=ends_first)
 
     def __call__(self, module: nn.Module, *call: Any) -> Any:
         if is_compiling():

@@ -25,7 +25,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from hookdrop.core.checkpointing import running_checkpoint
 from hookdrop.core.errors import InjectionError, LayerError
 from hookdrop.core.regularizer import Regularizer
-from hookdrop.core.state import InjectionState
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import TensorKey, detached_copy, fits
 from hookdrop.core.torch_internals import version_of
@@ -74,8 +73,8 @@ def named_shapes(parameters: Mapping[str, Tensor]) -> str:
     return some([name if is_lazy(x) else f"{name} {tuple(x.shape)}" for name, x in parameters.items()]).replace("'", "")
 
 
-def check_parameters(regularizer: Regularizer, module: nn.Module, which: TensorKey, layer: str) -> str:
-    """Return the parameters that `which` selects as text, or raise if the regularizer or the choice is wrong.
+def check_parameters(regularizer: Regularizer, module: nn.Module, tensor: TensorKey, name: str) -> str:
+    """Return the parameters that `tensor` selects as text, or raise if the regularizer or the choice is wrong.
 
     A regularizer of activations is wrong, because these have samples, channels or positions.
     """
@@ -88,15 +87,15 @@ def check_parameters(regularizer: Regularizer, module: nn.Module, which: TensorK
             f"inject: {regularizer.title} acts on activations, got at='parameters'.\n"
             "  for parameters: Dropout(p=0.5), GaussianNoise(std=0.01) or Mixout(p=0.5)"
         )
-    chosen = {name: getattr(module, name) for name in select_parameters(module, which, layer)}
-    if which is None and len(chosen) > 1 and regularizer.only_at is None:
+    chosen = {one: getattr(module, one) for one in select_parameters(module, tensor, name)}
+    if tensor is None and len(chosen) > 1 and regularizer.only_at is None:
         raise LayerError(
-            f"{layer!r} ({type(module).__name__}) has {len(chosen)} parameters with two or more axes: "
+            f"{name!r} ({type(module).__name__}) has {len(chosen)} parameters with two or more axes: "
             f"{named_shapes(chosen)}.\n  choose by name or pattern: tensor={list(chosen)[-1]!r}, tensor='*weight*'"
         )
     if START in regularizer.needs and any(x.is_meta or hasattr(x, "placements") for x in chosen.values()):
         raise InjectionError(
-            f"inject: {regularizer.title} needs all values of a parameter, which {layer!r} does not have (meta device, "
+            f"inject: {regularizer.title} needs all values of a parameter, which {name!r} does not have (meta device, "
             "or sharded).\n  inject after the weights are loaded, and before fully_shard."
         )
     return named_shapes(chosen)
@@ -147,28 +146,17 @@ class ParameterHook(Around):
         '  hook a layer inside it, or its output: at="output"'
     )
 
-    def __init__(
-        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, at: str
-    ) -> None:
-        self.names: list[str] = []
-        """The parameters, from `place` on."""
-        self.start: dict[str, Tensor] = {}
-        """Their values at the injection, if the regularizer needs them."""
-        super().__init__(site, regularizer, p_scale, tensor, state, at)
+    check_site = staticmethod(check_parameters)
 
-    @staticmethod
-    def check_site(regularizer: Regularizer, module: nn.Module, tensor: TensorKey, name: str) -> str:
-        return check_parameters(regularizer, module, tensor, name)
-
-    def place(self, module: nn.Module) -> None:
+    def place(self, module: nn.Module, **order: bool) -> None:
         self.names = select_parameters(module, self.tensor, self.site)
-        if START in self.regularizer.needs:
-            self.start = {name: detached_copy(getattr(module, name)) for name in self.names}
+        start = self.names if START in self.regularizer.needs else ()
+        self.start = {name: detached_copy(getattr(module, name)) for name in start}
+        """Their values at the injection, if the regularizer needs them."""
         # Prepended, because the pre-hooks of pruning and weight norm compute weights from the parameters; but after the
         # pre-hook of FSDP2, which gathers them. The last hook that hides a parameter is the first that restores it.
         gathers = hasattr(module, "reshard")
-        self.handle = module.register_forward_pre_hook(self, with_kwargs=True, prepend=not gathers)
-        self.accompany(module.register_forward_hook, Around.end_call, always_call=True, prepend=gathers)
+        super().place(module, prepend=not gathers, ends_first=gathers)
 
     def begin(self, frame: FrameType | None, compiles: bool, module: nn.Module, *call: Any) -> Any:
         rate = self.train_rate if module.training else self.eval_rate

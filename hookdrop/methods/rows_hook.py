@@ -18,6 +18,7 @@ from hookdrop.core.registry import hooks_removed
 from hookdrop.core.regularizer import CurrentRate
 from hookdrop.core.selection import named_layers
 from hookdrop.core.sink import RateSink
+from hookdrop.core.state import InjectionState
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import (
     bind_arguments,
@@ -68,7 +69,10 @@ class RowsHook(Around):
 
     own = (*Around.own, "subsets", "select", "put_back")
     nested = "and would skip samples of samples.\n  hook a layer inside it."
-    setting_of = staticmethod(lambda site: "input")
+
+    def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
+        super().__init__(site, plan, state)
+        self.at = "input"
 
     @classmethod
     def refuse_beside(cls, site: Any, present: Sequence[RateSink]) -> None:

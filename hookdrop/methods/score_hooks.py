@@ -26,7 +26,6 @@ from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.hook import SiteHook
 from hookdrop.core.needs import has_ended
 from hookdrop.core.regularizer import Regularizer
-from hookdrop.core.state import InjectionState
 from hookdrop.core.tensor_tree import TensorKey
 from hookdrop.core.torch_internals import opened, remove_function_mode
 from hookdrop.methods.around import Around
@@ -41,23 +40,25 @@ _COUNTED = (torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, _AT
 class ScoreHook(Around):
     """A forward pre-hook that regularizes scores of attention until the call of the module ends."""
 
-    ends_first = True
     nested = "so the scores of the inner call would be regularized twice.\n  hook a layer inside it."
 
-    def __init__(
-        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, at: str
-    ) -> None:
-        super().__init__(site, regularizer, p_scale, tensor, state, at)
+    @staticmethod
+    def check_site(regularizer: Regularizer, module: nn.Module, tensor: TensorKey, name: str) -> str:
         if tensor is not None:
-            raise InjectionError(f"{self.where} acts on all scores of attention: remove tensor={tensor!r}.")
+            where = f"{regularizer.title} at {name!r} (scores)"
+            raise InjectionError(f"{where} acts on all scores of attention: remove tensor={tensor!r}.")
+        return ""
+
+    def place(self, module: nn.Module, **order: bool) -> None:
+        super().place(module, ends_first=True)
 
     def edit(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to all scores of this call, later."""
-        mode = self.calls.value
+        mode: Any = self.calls.value
         if mode is None:
-            mode = ScoreMode(self.where, getattr(self.regularizer, "calls", None) or ())
+            mode = ScoreMode(self.where, getattr(self.regularizer, "calls", None) or (), self.calls.frames[-1])
             self.calls.replace(mode)
-            mode.start(self.calls.frames[-1])
+            mode.__enter__()
         mode.functions.append(lambda scores: SiteHook.edit(self, module, scores, fn))
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
@@ -72,18 +73,12 @@ class ScoreHook(Around):
 class ScoreMode(TorchFunctionMode):
     """Applies functions to the scores of attention."""
 
-    def __init__(self, where: str, calls: Sequence[bool]) -> None:
+    def __init__(self, where: str, calls: Sequence[bool], frame: FrameType | None) -> None:
         super().__init__()
         self.where, self.calls, self.count = where, calls, 0
         self.functions: list[Callable[[Tensor], Tensor]] = []
-        self.frame: FrameType | None = None
-        """What runs the module, in eager code."""
-
-    def start(self: Any, frame: FrameType | None) -> None:
-        self.frame = frame
-        if frame is not None:
-            self.checkpoint = running_checkpoint()
-        self.__enter__()
+        self.frame = frame  # what runs the module, in eager code
+        self.checkpoint = None if frame is None else running_checkpoint()
 
     def stop(self: Any) -> None:
         if self.frame is None:

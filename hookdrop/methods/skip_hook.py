@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.core.errors import InjectionError
-from hookdrop.core.regularizer import CurrentRate, Regularizer
+from hookdrop.core.regularizer import CurrentRate
 from hookdrop.core.state import InjectionState
-from hookdrop.core.tensor_tree import TensorKey
 from hookdrop.core.torch_internals import graph_task
 from hookdrop.methods.around import Around
 
@@ -40,15 +38,11 @@ class SkipHook(Around):
     as if D were a layer on the skip.
     """
 
-    def __init__(
-        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, branch: str
-    ) -> None:
-        self.branch = branch  # the name, relative to the block, of the first layer of the residual branch
-        super().__init__(site, regularizer, p_scale, tensor, state, "skip")
+    def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
+        self.branch: str = site.branch  # the name, relative to the block, of the first layer of the residual branch
+        super().__init__(site, plan, state)
 
-    setting_of = staticmethod(attrgetter("branch"))
-
-    def place(self, module: nn.Module) -> None:
+    def place(self, module: nn.Module, **order: bool) -> None:
         super().place(module)
         # Prepended, so that other pre-hooks on the branch receive x.
         register = module.get_submodule(self.branch).register_forward_pre_hook

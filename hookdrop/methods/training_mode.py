@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hookdrop.core.needs import CallValue
 from hookdrop.core.sink import CompanionHook
 from hookdrop.core.tensor_tree import tensors
 from hookdrop.core.torch_internals import at_end_of_backward, graph_task
@@ -42,7 +43,7 @@ class TrainingMode:
             TrainingMode.fast_path = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
         self.active.add(self)
-        self._before: list[tuple[nn.Module, bool]] = []  # of the running calls
+        self._before = CallValue()  # the modules of the calls in progress, and their flags
         enter, leave = _Switch(self, TrainingMode._enter), _Switch(self, TrainingMode._leave)
         enter.handle = self.handle = module.register_forward_pre_hook(enter)
         # The first after the forward, so that pairs of hooks are nested.
@@ -52,7 +53,7 @@ class TrainingMode:
     handle: RemovableHandle | None
 
     def _enter(self, module: nn.Module, *call: Any) -> None:
-        self._before.append((module, module.training))
+        self._before.start((module, module.training))
         module.training = True
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -60,18 +61,19 @@ class TrainingMode:
             again = partial(_as_in_forward, module, self._rate())
             for node in {x.grad_fn for x in tensors(output) if x.grad_fn is not None}:
                 node.register_prehook(again)
-        for index, (running, training) in reversed(list(enumerate(self._before))):
-            if running is module:  # not a replica of it on another device
-                module.training = training
-                del self._before[index]
-                break
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._before.stack:
+            module, training = self._before.end()
+            module.training = training
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self.handle = None
-        for module, training in reversed(self._before):  # an interrupt runs no hooks
-            module.training = training
+        while self._before.stack:  # an interrupt runs no hooks
+            self._restore()
         self.active.discard(self)
         for stack in self.backwards.values():  # of those that failed
             stack.close()
