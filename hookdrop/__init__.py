@@ -45,7 +45,8 @@ _LATE = _parts.Parts(
     }
 )
 _parts.KINDS.places.update(
-    attribute="hookdrop.methods.dropout_sinks:DropoutSink",
+    attribute="hookdrop.methods.dropout_sinks:AttributeSink",
+    constant="hookdrop.methods.dropout_sinks:DropoutSink",
     parameters="hookdrop.methods.parameter_hooks:ParameterHook",
     rows="hookdrop.methods.rows_hook:RowsHook",
     scores="hookdrop.methods.score_hooks:ScoreHook",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -73,10 +73,6 @@ class SiteHook(PlacedSite):
         self.replays = REGULARIZERS.places.get(cls.__name__) == f"{cls.__module__}:{cls.__name__}"
         """Whether compiled code that recomputes this hook draws the same random numbers."""
         self._start()
-
-    @classmethod
-    def of(cls, site: Any, plan: Any, state: InjectionState) -> Self:
-        return cls(site, plan, state)
 
     def _start(self) -> None:
         """Initialize the attributes that copies do not inherit."""

@@ -290,6 +290,7 @@ def _run_recipe(plan: Plan, recipe: Recipe, lazy: Any, given: bool) -> list[Entr
 def _recipe_site(root: nn.Module, layer: Layer, site: RecipeSite, survey: Any) -> PlannedSite:
     if site.regularizer is None:
         planned = PlannedSite(layer.name, type(layer.module).__name__, layer.module, None, "attribute", target=site.p)
+        planned.kind = "attribute" if site.constant is None else "constant"
     else:
         usual = "input" if site.at == "skip" else "output"
         planned = _site(root, layer, site.regularizer, usual, None, survey, site.at)

@@ -56,27 +56,18 @@ class DropoutSink(RateSink):
     p_scale = 1.0
     placed = False  # like the rest of the state, an attribute
 
-    @classmethod
-    def of(cls, site: Any, plan: Any, state: InjectionState) -> DropoutSink:
-        state.live.survey = plan.survey
-        if site.constant is not None:
-            return DropoutSink(site.name, site.module, site.attribute, site.constant, state)
-        return AttributeSink(site.name, site.module, site.attribute, site.target, site.p_scale, state)
-
     @staticmethod
     def place_of(module: nn.Module | None, what: Any) -> Any:
         # Layers that share an object with a rate share this place.
         owner, name = attribute_of(module, what.attribute)
         return id(owner), what.at, name, what.constant
 
-    def __init__(
-        self, site: str, module: nn.Module, attribute: str, constant: float | None, state: InjectionState
-    ) -> None:
-        self.site, self.attribute, self.constant, self.state = site, attribute, constant, state
+    def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
+        self.site, self.state, state.live.survey = site.name, state, plan.survey
+        self.attribute, self.constant = site.attribute, site.constant
         """`attribute` is the function that drops, at the rate `constant`, if there is one."""
-        self.target: float | None = None
-        self.initial_target: float | None = None
-        self._link(module)
+        self.target = self.initial_target = None
+        self._link(site.module)
 
     def _link(self, module: nn.Module) -> None:
         self.module: weakref.ref[nn.Module] = weakref.ref(module)
@@ -174,13 +165,10 @@ class AttributeSink(DropoutSink):
     The attribute may be one of an object that the module holds, such as `"config.layerdrop"`.
     """
 
-    def __init__(
-        self, site: str, module: nn.Module, attribute: str, target: float, p_scale: float, state: InjectionState
-    ) -> None:
-        super().__init__(site, module, attribute, None, state)
-        self.target = self.initial_target = target
-        self.p_scale = p_scale
-        self.before: Any = getattr(*attribute_of(module, attribute))
+    def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
+        super().__init__(site, plan, state)
+        self.target, self.initial_target, self.p_scale = site.target, site.target, site.p_scale
+        self.before: Any = getattr(*attribute_of(site.module, self.attribute))
         """The attribute as it was."""
         self.value = float(self.before)
         """What this sink set last."""

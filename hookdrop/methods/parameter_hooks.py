@@ -145,7 +145,6 @@ class ParameterHook(Around):
         "and the inner call would use weights that are regularized already.\n"
         '  hook a layer inside it, or its output: at="output"'
     )
-
     check_site = staticmethod(check_parameters)
 
     def place(self, module: nn.Module, **order: bool) -> None:
@@ -175,7 +174,11 @@ class ParameterHook(Around):
         for name in self.names:
             x = self._parameter(module, name)
             given = x if self.replays else x.clone()  # a function of others may work in place
-            y = fn(given, start=self._start_of(name, x)) if self.start else fn(given)
+            if self.start:
+                self.start[name] = self.start[name].to(x.device)
+                y = fn(given, start=self.start[name].to(x.dtype))
+            else:
+                y = fn(given)
             if y is not x:
                 changed[name] = y
         if changed:
@@ -183,7 +186,8 @@ class ParameterHook(Around):
 
     def _parameter(self, module: nn.Module, name: str) -> Tensor:
         replica = getattr(module, "_is_replica", False)  # DataParallel's have attributes instead of parameters
-        hidden = {key for hook in _hooks_on(module) for key in hook.calls.value or ()}  # by this thread
+        hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ParameterHook)]
+        hidden = {key for hook in hooks for key in hook.calls.value or ()}  # by this thread
         shown = {"_parameters"} if isinstance(module._parameters, _Shown) else set()
         by_others = not hidden.issuperset(shown | {name} & vars(module).keys())
         if not replica and (by_others or name not in module._parameters):
@@ -199,11 +203,6 @@ class ParameterHook(Around):
                 'its part.\n  at="output" works with sharded and quantized weights.'
             )
         return x
-
-    def _start_of(self, name: str, x: Tensor) -> Tensor:
-        if self.start[name].device != x.device:
-            self.start[name] = self.start[name].to(x.device)
-        return self.start[name].to(x.dtype)
 
     def _hide(self, module: nn.Module, changed: dict[str, Any]) -> None:
         attributes, hiding = vars(module), changed
@@ -240,7 +239,3 @@ class ParameterHook(Around):
                 attributes.pop(name, None)
             else:
                 attributes[name] = value
-
-
-def _hooks_on(module: nn.Module) -> list[ParameterHook]:
-    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ParameterHook)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from hookdrop.core import compiling
 from hookdrop.core.checkpointing import is_inside_reentrant_checkpoint, is_recomputing
 from hookdrop.core.errors import InjectionError, ShapeError
+from hookdrop.core.hook import SiteHook
 from hookdrop.core.needs import CallValue
 from hookdrop.core.sink import CompanionHook
 from hookdrop.core.state import InjectionState
 from hookdrop.core.torch_internals import skip_frames_of, when_compiler_is_imported
-
-if TYPE_CHECKING:
-    from hookdrop.core.sink import PlacedSite
 
 MOST_UNREAD = 2**12  # how many terms are kept without an update of the weights: a cell may run at each time step
 
@@ -65,7 +63,7 @@ class LossTerms:
                 self.terms.pop()
             self.compiled = self.compiled and compiled
 
-    def watch_calls(self, hook: PlacedSite, module: nn.Module) -> None:
+    def watch_calls(self, hook: SiteHook, module: nn.Module) -> None:
         """Watch the calls of all modules around a layer, any of which may be tried again after an error."""
         root = hook.state.live.root and hook.state.live.root()
         for parent in root.modules() if root else ():
@@ -74,7 +72,7 @@ class LossTerms:
                 hook.accompany(parent.register_forward_pre_hook, _watch_call, True)
                 hook.accompany(parent.register_forward_hook, _watch_call, False)
 
-    def collect(self, hook: PlacedSite, x: Tensor, rate: float | None, context: Mapping[str, Any]) -> None:
+    def collect(self, hook: SiteHook, x: Tensor, rate: float | None, context: Mapping[str, Any]) -> None:
         """Compute the loss term of a call, and keep it."""
         if not torch.is_grad_enabled():
             if is_inside_reentrant_checkpoint():
@@ -96,7 +94,7 @@ class LossTerms:
         self.superseded = []
         self.terms.append(term)
 
-    def collect_in_graph(self, hook: PlacedSite, x: Tensor, rate: Tensor | None, context: Mapping[str, Any]) -> None:
+    def collect_in_graph(self, hook: SiteHook, x: Tensor, rate: Tensor | None, context: Mapping[str, Any]) -> None:
         """Like `collect`, for compiled code. An exported program has no loss."""
         if torch.is_grad_enabled() and not compiling.is_exporting():
             self.compiled = _Compiled(self.compiled, _loss_term(hook, x, rate, context))
@@ -127,7 +125,7 @@ def total(terms: list[Tensor], model: nn.Module) -> Tensor:
     return sum(moved[1:], start=moved[0])
 
 
-def _watch_call(hook: PlacedSite, begins: bool, *_: Any) -> None:
+def _watch_call(hook: SiteHook, begins: bool, *_: Any) -> None:
     # A graph that fails adds no term. A recompute adds none, and a checkpoint ends it by an exception.
     if torch.compiler.is_compiling() or is_recomputing():
         return
@@ -153,7 +151,7 @@ def read_penalty(states: Sequence[InjectionState], name: str, model: Callable[[]
     return total([term for terms in found for term in terms.take()], model())
 
 
-def _loss_term(hook: PlacedSite, x: Tensor, rate: Any, context: Mapping[str, Any]) -> Tensor:
+def _loss_term(hook: SiteHook, x: Tensor, rate: Any, context: Mapping[str, Any]) -> Tensor:
     penalty: Any = hook.regularizer
     term = penalty.penalize(x, rate, **context)
     if not isinstance(term, Tensor) or term.dim():
