@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, Self
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -33,11 +32,6 @@ def attribute_of(module: nn.Module | None, path: str) -> tuple[Any, str]:
 
 class ObservedRate(float):
     """A rate that shows where it arrives. Copies are plain numbers."""
-
-    def __new__(cls, value: float, sink: AttributeSink) -> Self:
-        rate = super().__new__(cls, value)
-        rate.sink = sink
-        return rate
 
     sink: AttributeSink
 
@@ -124,15 +118,15 @@ class DropoutSink(RateSink):
             from hookdrop.methods.training_mode import TrainingMode  # only sampling needs it
 
             found = [module for one in self.runners or () if (module := one()) is not None]
-            self.training_modes = [TrainingMode(module, self._current_rate) for module in found]
+            self.training_modes = [TrainingMode(module, self._settings) for module in found]
         elif not active:
             for mode in self.training_modes:
                 mode.remove()
             self.training_modes = []
 
-    def _current_rate(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return a function that makes contexts with the present rate, to use later."""
-        return nullcontext
+    def _settings(self) -> list[tuple[Any, str, Any]]:
+        """Return the object, the attribute and the value of the present rate, for a recompute."""
+        return []
 
     def valid_target(self, value: object) -> float:
         return P.valid(value, f"{self.state.name} at {self.site!r}")
@@ -199,12 +193,15 @@ class AttributeSink(DropoutSink):
         self.value = value
         self.show()
 
-    def _current_rate(self) -> Callable[[], AbstractContextManager[Any]]:
-        return partial(_with_attribute, *attribute_of(self.module(), self.attribute), self.value)
+    def _settings(self) -> list[tuple[Any, str, Any]]:
+        return [(*attribute_of(self.module(), self.attribute), self.value)]
 
     def show(self) -> None:
         if self.is_ours:
-            value = ObservedRate(self.value, self) if self.observers else self.value
+            value = self.value
+            if self.observers:
+                value = ObservedRate(value)
+                value.sink = self
             setattr(*attribute_of(self.module(), self.attribute), value)
 
     def describe(self, rate: float | None = None) -> str:
@@ -222,16 +219,6 @@ class AttributeSink(DropoutSink):
         module = self.module()
         if self.is_ours and getattr(*attribute_of(module, self.attribute)) is not self.before:
             setattr(*attribute_of(module, self.attribute), self.before)
-
-
-@contextmanager
-def _with_attribute(owner: Any, name: str, value: float) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 _dropout_sinks: weakref.WeakKeyDictionary[nn.Module, list[DropoutSink]] = weakref.WeakKeyDictionary()
