@@ -123,12 +123,10 @@ class CallValue(threading.local):
         self.frames.pop()
         return self.stack.pop()
 
-    def left(self) -> list[Any]:
-        """Remove and return the values of calls that an interrupt, or an error in compiled code, has ended."""
-        found = []
-        while self.stack and has_ended(self.frames[-1]):
-            found.append(self.end())
-        return found
+    @property
+    def is_left(self) -> bool:
+        """Whether the value is of a call that an interrupt, or an error in compiled code, has ended."""
+        return bool(self.stack) and has_ended(self.frames[-1])
 
     @property
     def value(self) -> Any:

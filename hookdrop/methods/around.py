@@ -42,7 +42,7 @@ class Around(SiteHook):
 
     def begin(self, frame: FrameType | None, compiles: bool, module: nn.Module, *call: Any) -> Any:
         """Begin a call that runs in `frame`, in eager code, where the compiler may see functions one by one."""
-        self.settle(module)
+        self.settle(module, left_only=True)
         outer = self.calls.value
         self.calls.start(None, frame)
         if self.nested and outer is not None:
@@ -65,11 +65,11 @@ class Around(SiteHook):
     def end(self, module: nn.Module, memory: Any, output: Any) -> Any:
         """End a call that remembers something, and return its changed output, or None. It is None after an error."""
 
-    def settle(self, module: nn.Module) -> None:
+    def settle(self, module: nn.Module, *, left_only: bool = False) -> None:
+        # The last to begin is the first to end.
         for hook in reversed([one for one in module._forward_pre_hooks.values() if isinstance(one, Around)]):
-            for memory in hook.calls.left():
-                if memory is not None:
-                    hook.end(module, memory, None)
+            while hook.calls.is_left if left_only else hook.calls.stack:
+                hook.finish(module, None)
 
 
 _REASON = "hookdrop acts around a layer that runs uncompiled."

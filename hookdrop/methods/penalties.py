@@ -58,7 +58,8 @@ class LossTerms:
 
     def forget_failed(self) -> None:
         """Forget the terms of calls that failed, such as for lack of memory: the next try adds them again."""
-        for last, compiled in self.calls.left():
+        while self.calls.is_left:
+            last, compiled = self.calls.end()
             while self.terms and self.terms[-1] is not last:
                 self.terms.pop()
             self.compiled = self.compiled and compiled
