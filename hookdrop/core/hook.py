@@ -62,7 +62,8 @@ class SiteHook(PlacedSite):
         self.site, self.p_scale, self.tensor, self.state = site.name, site.p_scale, plan.spec.tensor, state
         self.at: str = site.at  # `"output"`; for a pre-hook `"input"`, `"skip"`, `"parameters"` or `"scores"`
         # `plan` checked that the regularizer can be pickled, and a deep copy takes ten times as long.
-        self.regularizer = regularizer = pickle.loads(pickle.dumps(site.regularizer))
+        regularizer: Regularizer = pickle.loads(pickle.dumps(site.regularizer))
+        self.regularizer = regularizer
         self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
         """What the regularizer needs from modules around the layer."""
         self.adds_to_loss = regularizer._adds_to_loss  # a penalty, which does not change the tensor
