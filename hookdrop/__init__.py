@@ -45,24 +45,16 @@ _LATE = _parts.Parts(
     }
 )
 _parts.KINDS.places.update(
-    attribute="hookdrop.methods.dropout_sinks:DropoutSink",
+    attribute="hookdrop.methods.dropout_sinks:AttributeSink",
+    constant="hookdrop.methods.dropout_sinks:DropoutSink",
     parameters="hookdrop.methods.parameter_hooks:ParameterHook",
     rows="hookdrop.methods.rows_hook:RowsHook",
     scores="hookdrop.methods.score_hooks:ScoreHook",
     skip="hookdrop.methods.skip_hook:SkipHook",
 )
-_parts.KINDS.places.update(
-    {
-        "penalty output": "hookdrop.methods.penalties:PenaltyHook",
-        "penalty input": "hookdrop.methods.penalties:PenaltyHook",
-        "penalty parameters": "hookdrop.methods.penalty_hooks:PenaltyParameterHook",
-        "penalty rows": "hookdrop.methods.penalty_hooks:PenaltyRowsHook",
-        "penalty scores": "hookdrop.methods.penalty_hooks:PenaltyScoreHook",
-        "penalty skip": "hookdrop.methods.penalty_hooks:PenaltySkipHook",
-    }
-)
 _parts.PARTS.places.update(
     inspect="hookdrop.guards.inspection:inspect_forward",
+    loss_terms="hookdrop.methods.penalties:LossTerms",
     penalty="hookdrop.methods.penalties:read_penalty",
     predict="hookdrop.measure.prediction:predict",
     probe="hookdrop.measure.measurement:probe",

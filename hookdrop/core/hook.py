@@ -10,8 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from hookdrop.core.checkpointing import (
 )
 from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.needs import MASK, SAMPLES, CallValue, SampleRows, place_around
-from hookdrop.core.parts import REGULARIZERS
+from hookdrop.core.parts import PARTS, REGULARIZERS
 from hookdrop.core.regularizer import NO_RATE, CurrentRate, P, Rate, Regularizer, at_rate, rate_of
 from hookdrop.core.sink import CompanionHook, PlacedHook, RateSink
 from hookdrop.core.state import InjectionState
@@ -58,23 +57,17 @@ class SiteHook(PlacedHook, RateSink):
     )
     """The attributes that copies do not inherit."""
     state: InjectionState
-    changes_forward: ClassVar[bool] = True
-    """Whether it changes the tensor, and does not only add to the loss."""
     on_new_shape: Callable[[SiteHook], None] | None = None  # called if a shape is not that of the call before
 
-    def __init__(
-        self,
-        site: str,
-        regularizer: Regularizer,
-        p_scale: float,
-        tensor: tensor_tree.TensorKey,
-        state: InjectionState,
-        at: str = "output",
-    ) -> None:
-        self.site, self.regularizer, self.p_scale, self.tensor, self.state = site, regularizer, p_scale, tensor, state
-        self.at = at  # `"output"`; for a pre-hook `"input"`, `"skip"`, `"parameters"` or `"scores"`
+    def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
+        self.site, self.p_scale, self.tensor, self.state = site.name, site.p_scale, plan.spec.tensor, state
+        self.at: str = site.at  # `"output"`; for a pre-hook `"input"`, `"skip"`, `"parameters"` or `"scores"`
+        # `plan` checked that the regularizer can be pickled, and a deep copy takes ten times as long.
+        regularizer: Regularizer = pickle.loads(pickle.dumps(site.regularizer))
+        self.regularizer = regularizer
         self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
         """What the regularizer needs from modules around the layer."""
+        self.adds_to_loss = regularizer._adds_to_loss  # a penalty, which does not change the tensor
         self.companions = []
         self.target = self.initial_target = rate_of(regularizer)
         self.rate: Rate = type(regularizer).rate or P
@@ -83,15 +76,6 @@ class SiteHook(PlacedHook, RateSink):
         """Whether compiled code that recomputes this hook draws the same random numbers."""
         self._start()
 
-    @classmethod
-    def of(cls, site: Any, plan: Any, state: InjectionState) -> Self:
-        # `plan` checked that the regularizer can be pickled, and a deep copy takes ten times as long.
-        regularizer = pickle.loads(pickle.dumps(site.regularizer))
-        return cls(site.name, regularizer, site.p_scale, plan.spec.tensor, state, cls.setting_of(site))
-
-    setting_of: ClassVar[Any] = staticmethod(attrgetter("at"))
-    """Returns the last argument of `__init__` for a planned site."""
-
     def _start(self) -> None:
         """Initialize the attributes that copies do not inherit."""
         self.called = self.trained = False
@@ -99,6 +83,8 @@ class SiteHook(PlacedHook, RateSink):
         self.listeners: tuple[Listener, ...] = tuple(first_listeners)
         self.state.live.members.add(self)
         self.state.live.known_sites.add(self.site)
+        if self.adds_to_loss:
+            self.state.live.loss_terms = self.state.live.loss_terms or PARTS["loss_terms"]()
         value = None if self.target is None else self.target * self.state.multiplier * self.p_scale
         rate = NO_RATE if value is None else CurrentRate(value, value == self.rate.neutral)
         self.set_rate(rate, self.state.on, self.state.sampling)
@@ -159,7 +145,7 @@ class SiteHook(PlacedHook, RateSink):
         state = rng_fingerprint(value[2] if self.at == "output" else value)
         collected = self._collect() if self.collected else {}
         self.state.live.checkpointed.note((self.site, module.training, state), rate, collected)
-        drops = module.training and rate is not None and not rate.neutral and self.changes_forward
+        drops = module.training and rate is not None and not rate.neutral and not self.adds_to_loss
         if drops and not torch.is_grad_enabled() and "without gradients" not in self.state.warned_kinds:
             self._warn_without_gradients()
 
@@ -275,6 +261,8 @@ class SiteHook(PlacedHook, RateSink):
         if self.on_new_shape is not None and x.shape != self.last_shape:
             self.last_shape = torch.Size(map(int, x.shape))
             self.on_new_shape(self)
+        if self.adds_to_loss:
+            self.state.live.loss_terms.collect(self, x, rate.value, context)
         observe = self.state.live.observe
         if observe is not None:
             return observe(self, x, rate, **context)
@@ -296,6 +284,8 @@ class SiteHook(PlacedHook, RateSink):
             return x
         if not self.replays:
             compiling.warn_of_redraws(self.where)
+        if self.adds_to_loss:
+            self.state.live.loss_terms.collect_in_graph(self, x, rate.tensor, context)
         return regularized(self.regularizer, x, rate.tensor, **context)
 
     def unsubscribe(self, listener: Listener) -> None:
@@ -306,7 +296,7 @@ class SiteHook(PlacedHook, RateSink):
     def set_rate(self, rate: CurrentRate, on: bool, sampling: bool) -> None:
         """Set the rate of training mode if `on`, and of eval mode if also `sampling`, which changes only forwards."""
         self.train_rate = rate if on else None
-        self.eval_rate = rate if on and sampling and self.changes_forward else None
+        self.eval_rate = rate if on and sampling and not self.adds_to_loss else None
 
     def valid_target(self, value: object) -> float:
         """Return `value` as a float, or raise if it is out of the regularizer's range."""
@@ -321,13 +311,15 @@ class SiteHook(PlacedHook, RateSink):
 
     # --- registration
 
-    def place(self, module: nn.Module) -> None:
+    def place(self, module: nn.Module, *, prepend: bool = False) -> None:
         if self.collected:
             place_around(self, module)
         if self.at == "output":
             self.handle = module.register_forward_hook(self)
         else:
-            self.handle = module.register_forward_pre_hook(self, with_kwargs=True)
+            self.handle = module.register_forward_pre_hook(self, with_kwargs=True, prepend=prepend)
+        if self.adds_to_loss:
+            self.state.live.loss_terms.watch_calls(self, module)
 
     def accompany(self, register: Callable[..., Any], function: Any, *settings: Any, **flags: bool) -> CompanionHook:
         """Register a companion that calls `function(self, *settings, ...)`."""

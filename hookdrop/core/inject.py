@@ -185,7 +185,7 @@ def place(planned: Plan) -> Injection:
     sinks: list[RateSink] = []
     try:
         for site, kind in zip(planned.sites, kinds, strict=True):
-            sinks.append(kind.of(site, planned, state))
+            sinks.append(kind(site, planned, state))
         for sink, site in zip(sinks, planned.sites, strict=True):
             sink.place(site.module)
     except BaseException:

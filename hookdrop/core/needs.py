@@ -100,14 +100,16 @@ class CallValue(threading.local):
     """A value of the calls in progress, for each thread."""
 
     def __init__(self) -> None:
-        # Each thread that uses the object calls this. A list, because compiled code cannot set a thread's attributes.
+        # Each thread that uses the object calls this. Lists, because compiled code cannot set a thread's attributes.
         self.stack: list[Any] = []  # the value of the innermost call comes last
+        self.frames: list[FrameType | None] = []  # what runs each call, in eager code
 
     def __reduce__(self) -> Any:
         return CallValue, ()
 
-    def start(self, value: Any) -> None:
+    def start(self, value: Any, frame: FrameType | None = None) -> None:
         self.stack.append(value)
+        self.frames.append(frame)
 
     def replace(self, value: Any) -> None:
         """Replace the value of the innermost call, if there is one."""
@@ -116,7 +118,15 @@ class CallValue(threading.local):
 
     def end(self) -> Any:
         """Remove and return the value of the call that ends; None if there is none."""
-        return self.stack.pop() if self.stack else None
+        if not self.stack:
+            return None
+        self.frames.pop()
+        return self.stack.pop()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the value is of a call that an interrupt, or an error in compiled code, has ended."""
+        return bool(self.stack) and has_ended(self.frames[-1])
 
     @property
     def value(self) -> Any:

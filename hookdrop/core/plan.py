@@ -80,8 +80,6 @@ class PlannedSite:
             skips = "rows" in regularizer.needs or "layer_input" in regularizer.needs
             if skips and self.at in ("output", "input"):
                 self.kind = "rows"
-            if regularizer._kind:
-                self.kind = f"{regularizer._kind} {self.kind}"
 
     @property
     def p(self) -> float | None:
@@ -292,6 +290,7 @@ def _run_recipe(plan: Plan, recipe: Recipe, lazy: Any, given: bool) -> list[Entr
 def _recipe_site(root: nn.Module, layer: Layer, site: RecipeSite, survey: Any) -> PlannedSite:
     if site.regularizer is None:
         planned = PlannedSite(layer.name, type(layer.module).__name__, layer.module, None, "attribute", target=site.p)
+        planned.kind = "attribute" if site.constant is None else "constant"
     else:
         usual = "input" if site.at == "skip" else "output"
         planned = _site(root, layer, site.regularizer, usual, None, survey, site.at)

@@ -119,8 +119,7 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     in_backward: ClassVar[bool] = False  #: Whether it leaves the forward output unchanged, and only affects gradients.
     mixes_samples: ClassVar[bool] = False  #: Whether it changes nothing in a batch of one sample.
     axes: str = "..."  #: The axes of its tensors, such as `"N C H W"`. `"..."` stands for any number of axes.
-    _kind: ClassVar[str] = ""
-    """A prefix of the kind of its sites, see `hookdrop.core.parts.KINDS`; empty for the usual one."""
+    _adds_to_loss: ClassVar[bool] = False  # whether it is a penalty, with a method `penalize` for the loss term
     keeps_shape: bool = True  #: Whether the result has the shape of the input.
 
     regularize: Callable[..., Tensor] = _regularize

@@ -52,10 +52,8 @@ class RateSink:
 
     # --- placing and removing
 
-    @classmethod
-    def of(cls, site: Any, plan: Any, state: Any) -> Self:
+    def __init__(self, site: Any, plan: Any, state: Any) -> None:
         """Create the sink of a `PlannedSite`."""
-        raise NotImplementedError
 
     def place(self, module: nn.Module) -> None:
         """Begin to act on the module."""

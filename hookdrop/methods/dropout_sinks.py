@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, Self
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -34,11 +33,6 @@ def attribute_of(module: nn.Module | None, path: str) -> tuple[Any, str]:
 class ObservedRate(float):
     """A rate that shows where it arrives. Copies are plain numbers."""
 
-    def __new__(cls, value: float, sink: AttributeSink) -> Self:
-        rate = super().__new__(cls, value)
-        rate.sink = sink
-        return rate
-
     sink: AttributeSink
 
     def __reduce__(self) -> Any:
@@ -56,27 +50,18 @@ class DropoutSink(RateSink):
     p_scale = 1.0
     placed = False  # like the rest of the state, an attribute
 
-    @classmethod
-    def of(cls, site: Any, plan: Any, state: InjectionState) -> DropoutSink:
-        state.live.survey = plan.survey
-        if site.constant is not None:
-            return DropoutSink(site.name, site.module, site.attribute, site.constant, state)
-        return AttributeSink(site.name, site.module, site.attribute, site.target, site.p_scale, state)
-
     @staticmethod
     def place_of(module: nn.Module | None, what: Any) -> Any:
         # Layers that share an object with a rate share this place.
         owner, name = attribute_of(module, what.attribute)
         return id(owner), what.at, name, what.constant
 
-    def __init__(
-        self, site: str, module: nn.Module, attribute: str, constant: float | None, state: InjectionState
-    ) -> None:
-        self.site, self.attribute, self.constant, self.state = site, attribute, constant, state
+    def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
+        self.site, self.state, state.live.survey = site.name, state, plan.survey
+        self.attribute, self.constant = site.attribute, site.constant
         """`attribute` is the function that drops, at the rate `constant`, if there is one."""
-        self.target: float | None = None
-        self.initial_target: float | None = None
-        self._link(module)
+        self.target = self.initial_target = None
+        self._link(site.module)
 
     def _link(self, module: nn.Module) -> None:
         self.module: weakref.ref[nn.Module] = weakref.ref(module)
@@ -133,15 +118,15 @@ class DropoutSink(RateSink):
             from hookdrop.methods.training_mode import TrainingMode  # only sampling needs it
 
             found = [module for one in self.runners or () if (module := one()) is not None]
-            self.training_modes = [TrainingMode(module, self._current_rate) for module in found]
+            self.training_modes = [TrainingMode(module, self._settings) for module in found]
         elif not active:
             for mode in self.training_modes:
                 mode.remove()
             self.training_modes = []
 
-    def _current_rate(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return a function that makes contexts with the present rate, to use later."""
-        return nullcontext
+    def _settings(self) -> list[tuple[Any, str, Any]]:
+        """Return the object, the attribute and the value of the present rate, for a recompute."""
+        return []
 
     def valid_target(self, value: object) -> float:
         return P.valid(value, f"{self.state.name} at {self.site!r}")
@@ -174,13 +159,10 @@ class AttributeSink(DropoutSink):
     The attribute may be one of an object that the module holds, such as `"config.layerdrop"`.
     """
 
-    def __init__(
-        self, site: str, module: nn.Module, attribute: str, target: float, p_scale: float, state: InjectionState
-    ) -> None:
-        super().__init__(site, module, attribute, None, state)
-        self.target = self.initial_target = target
-        self.p_scale = p_scale
-        self.before: Any = getattr(*attribute_of(module, attribute))
+    def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
+        super().__init__(site, plan, state)
+        self.target, self.initial_target, self.p_scale = site.target, site.target, site.p_scale
+        self.before: Any = getattr(*attribute_of(site.module, self.attribute))
         """The attribute as it was."""
         self.value = float(self.before)
         """What this sink set last."""
@@ -211,12 +193,15 @@ class AttributeSink(DropoutSink):
         self.value = value
         self.show()
 
-    def _current_rate(self) -> Callable[[], AbstractContextManager[Any]]:
-        return partial(_with_attribute, *attribute_of(self.module(), self.attribute), self.value)
+    def _settings(self) -> list[tuple[Any, str, Any]]:
+        return [(*attribute_of(self.module(), self.attribute), self.value)]
 
     def show(self) -> None:
         if self.is_ours:
-            value = ObservedRate(self.value, self) if self.observers else self.value
+            value = self.value
+            if self.observers:
+                value = ObservedRate(value)
+                value.sink = self
             setattr(*attribute_of(self.module(), self.attribute), value)
 
     def describe(self, rate: float | None = None) -> str:
@@ -234,16 +219,6 @@ class AttributeSink(DropoutSink):
         module = self.module()
         if self.is_ours and getattr(*attribute_of(module, self.attribute)) is not self.before:
             setattr(*attribute_of(module, self.attribute), self.before)
-
-
-@contextmanager
-def _with_attribute(owner: Any, name: str, value: float) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 _dropout_sinks: weakref.WeakKeyDictionary[nn.Module, list[DropoutSink]] = weakref.WeakKeyDictionary()

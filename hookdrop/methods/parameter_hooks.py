@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -24,20 +23,12 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from hookdrop.core.checkpointing import running_checkpoint
-from hookdrop.core.compiling import GraphBreak
 from hookdrop.core.errors import InjectionError, LayerError
-from hookdrop.core.hook import SiteHook
-from hookdrop.core.needs import CallValue, has_ended
 from hookdrop.core.regularizer import Regularizer
-from hookdrop.core.state import InjectionState
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import TensorKey, detached_copy, fits
-from hookdrop.core.torch_internals import (
-    runs_compiled_code,
-    skip_frames_of,
-    version_of,
-    when_compiler_is_imported,
-)
+from hookdrop.core.torch_internals import version_of
+from hookdrop.methods.around import Around
 
 START = "start"
 
@@ -82,8 +73,8 @@ def named_shapes(parameters: Mapping[str, Tensor]) -> str:
     return some([name if is_lazy(x) else f"{name} {tuple(x.shape)}" for name, x in parameters.items()]).replace("'", "")
 
 
-def check_parameters(regularizer: Regularizer, module: nn.Module, which: TensorKey, layer: str) -> str:
-    """Return the parameters that `which` selects as text, or raise if the regularizer or the choice is wrong.
+def check_parameters(regularizer: Regularizer, module: nn.Module, tensor: TensorKey, name: str) -> str:
+    """Return the parameters that `tensor` selects as text, or raise if the regularizer or the choice is wrong.
 
     A regularizer of activations is wrong, because these have samples, channels or positions.
     """
@@ -96,15 +87,15 @@ def check_parameters(regularizer: Regularizer, module: nn.Module, which: TensorK
             f"inject: {regularizer.title} acts on activations, got at='parameters'.\n"
             "  for parameters: Dropout(p=0.5), GaussianNoise(std=0.01) or Mixout(p=0.5)"
         )
-    chosen = {name: getattr(module, name) for name in select_parameters(module, which, layer)}
-    if which is None and len(chosen) > 1 and regularizer.only_at is None:
+    chosen = {one: getattr(module, one) for one in select_parameters(module, tensor, name)}
+    if tensor is None and len(chosen) > 1 and regularizer.only_at is None:
         raise LayerError(
-            f"{layer!r} ({type(module).__name__}) has {len(chosen)} parameters with two or more axes: "
+            f"{name!r} ({type(module).__name__}) has {len(chosen)} parameters with two or more axes: "
             f"{named_shapes(chosen)}.\n  choose by name or pattern: tensor={list(chosen)[-1]!r}, tensor='*weight*'"
         )
     if START in regularizer.needs and any(x.is_meta or hasattr(x, "placements") for x in chosen.values()):
         raise InjectionError(
-            f"inject: {regularizer.title} needs all values of a parameter, which {layer!r} does not have (meta device, "
+            f"inject: {regularizer.title} needs all values of a parameter, which {name!r} does not have (meta device, "
             "or sharded).\n  inject after the weights are loaded, and before fully_shard."
         )
     return named_shapes(chosen)
@@ -126,7 +117,6 @@ class _Shown(dict[str, Any]):
         self.read: dict[str, Any] = getattr(parameters, "read", {}) | values
         self.versions = [(x, version_of(x)) for x in values.values() if not x.is_inference()]
         self.hook = hook
-        self.frame: FrameType | None = None  # what runs the module
         # Without gradients, nothing is recomputed; inside a reentrant checkpoint, its recompute gets here again.
         self.checkpoint = running_checkpoint() if torch.is_grad_enabled() else None
 
@@ -148,71 +138,47 @@ class _Shown(dict[str, Any]):
         return dict, (dict(self),)  # a copy that is made during a call has the parameters
 
 
-class ParameterHook(SiteHook):
+class ParameterHook(Around):
     """A forward pre-hook that regularizes parameters of the module until the call ends."""
 
-    own = (*SiteHook.own, "hidden")
+    nested = (
+        "and the inner call would use weights that are regularized already.\n"
+        '  hook a layer inside it, or its output: at="output"'
+    )
+    check_site = staticmethod(check_parameters)
 
-    def __init__(
-        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, at: str
-    ) -> None:
-        self.names: list[str] = []
-        """The parameters, from `place` on."""
-        self.start: dict[str, Tensor] = {}
-        """Their values at the injection, if the regularizer needs them."""
-        super().__init__(site, regularizer, p_scale, tensor, state, at)
-
-    @staticmethod
-    def check_site(regularizer: Regularizer, module: nn.Module, tensor: TensorKey, name: str) -> str:
-        return check_parameters(regularizer, module, tensor, name)
-
-    def _start(self) -> None:
-        self.hidden = CallValue()  # the attributes that the call in progress has replaced; None if there was none
-        super()._start()
-
-    def place(self, module: nn.Module) -> None:
+    def place(self, module: nn.Module, **order: bool) -> None:
         self.names = select_parameters(module, self.tensor, self.site)
-        if START in self.regularizer.needs:
-            self.start = {name: detached_copy(getattr(module, name)) for name in self.names}
+        start = self.names if START in self.regularizer.needs else ()
+        self.start = {name: detached_copy(getattr(module, name)) for name in start}
+        """Their values at the injection, if the regularizer needs them."""
         # Prepended, because the pre-hooks of pruning and weight norm compute weights from the parameters; but after the
         # pre-hook of FSDP2, which gathers them. The last hook that hides a parameter is the first that restores it.
         gathers = hasattr(module, "reshard")
-        self.handle = module.register_forward_pre_hook(self, with_kwargs=True, prepend=not gathers)
-        self.accompany(module.register_forward_hook, ParameterHook.restore, always_call=True, prepend=gathers)
+        super().place(module, prepend=not gathers, ends_first=gathers)
 
-    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        if is_compiling():
-            super().__call__(module, args, *rest)
-        else:
-            _BEGIN.call(self, sys._getframe(1), runs_compiled_code(), module, args, *rest)
-
-    def _begin(self, frame: FrameType, is_compiled: bool, module: nn.Module, args: Any, *rest: Any) -> None:
+    def begin(self, frame: FrameType | None, compiles: bool, module: nn.Module, *call: Any) -> Any:
         rate = self.train_rate if module.training else self.eval_rate
         # The compiler skips the files of `torch.nn`, so it never compiles a forward there on its own.
-        if is_compiled and rate is not None and not type(module).forward.__module__.startswith("torch.nn."):
+        if compiles and rate is not None and not type(module).forward.__module__.startswith("torch.nn."):
             raise InjectionError(
                 f"{self.where}: the forward of {type(module).__name__} is compiled on its own, because the compiled "
                 "model begins or breaks the graph there, and it would use the parameters as they are.\n"
                 "  compile a function that calls the model: torch.compile(lambda *args: model(*args))   or leave this "
                 "layer uncompiled: torch.compiler.disable"
             )
-        if self.hidden.stack and not has_ended(module._parameters.frame):  # type: ignore[attr-defined]
-            raise InjectionError(
-                f"{self.where}: the layer calls itself, and the inner call would use weights that are regularized "
-                'already.\n  hook a layer inside it, or its output: at="output"'
-            )
-        if self.hidden.stack:
-            self.settle(module)
-        super().__call__(module, args, *rest)
-        if self.hidden.stack:
-            module._parameters.frame = frame  # type: ignore[attr-defined]
+        return super().begin(frame, compiles, module, *call)
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         changed: dict[str, Any] = {}
         for name in self.names:
             x = self._parameter(module, name)
             given = x if self.replays else x.clone()  # a function of others may work in place
-            y = fn(given, start=self._start_of(name, x)) if self.start else fn(given)
+            if self.start:
+                self.start[name] = self.start[name].to(x.device)
+                y = fn(given, start=self.start[name].to(x.dtype))
+            else:
+                y = fn(given)
             if y is not x:
                 changed[name] = y
         if changed:
@@ -220,7 +186,8 @@ class ParameterHook(SiteHook):
 
     def _parameter(self, module: nn.Module, name: str) -> Tensor:
         replica = getattr(module, "_is_replica", False)  # DataParallel's have attributes instead of parameters
-        hidden = {key for hook in _hooks_on(module) for key in hook.hidden.value or ()}  # by this thread
+        hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ParameterHook)]
+        hidden = {key for hook in hooks for key in hook.calls.value or ()}  # by this thread
         shown = {"_parameters"} if isinstance(module._parameters, _Shown) else set()
         by_others = not hidden.issuperset(shown | {name} & vars(module).keys())
         if not replica and (by_others or name not in module._parameters):
@@ -237,11 +204,6 @@ class ParameterHook(SiteHook):
             )
         return x
 
-    def _start_of(self, name: str, x: Tensor) -> Tensor:
-        if self.start[name].device != x.device:
-            self.start[name] = self.start[name].to(x.device)
-        return self.start[name].to(x.dtype)
-
     def _hide(self, module: nn.Module, changed: dict[str, Any]) -> None:
         attributes, hiding = vars(module), changed
         if not is_compiling():
@@ -250,7 +212,7 @@ class ParameterHook(SiteHook):
             names: Any = module._flat_weights_names
             weights = [changed.get(name, getattr(module, name)) for name in names]
             hiding = hiding | {"_flat_weights": weights, "_flat_weight_refs": [weakref.ref(x) for x in weights]}
-        self.hidden.start({name: attributes.get(name) for name in changed | hiding})
+        self.calls.replace({name: attributes.get(name) for name in changed | hiding})
         for name in changed.keys() - hiding.keys():
             attributes.pop(name, None)
         attributes.update(hiding)
@@ -260,11 +222,9 @@ class ParameterHook(SiteHook):
         """The norm of all values at the injection, by which a resumed run tells whether they are the same."""
         return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in self.start.values()))
 
-    def restore(self, module: nn.Module, *_: Any) -> None:
-        """Show the parameters again."""
-        before, attributes = self.hidden.end(), vars(module)
-        if before is None:
-            return
+    def end(self, module: nn.Module, before: dict[str, Any], output: Any) -> None:
+        """Show the parameters again. `before` has the attributes that the call replaced; None if there was none."""
+        attributes = vars(module)
         shown = attributes["_parameters"] if "_parameters" in before else None
         if shown is not None and any(version_of(x) != version for x, version in shown.versions):
             self.state.warn_once(
@@ -279,17 +239,3 @@ class ParameterHook(SiteHook):
                 attributes.pop(name, None)
             else:
                 attributes[name] = value
-
-    def settle(self, module: nn.Module) -> None:
-        for hook in reversed(_hooks_on(module)):
-            while hook.hidden.stack:
-                hook.restore(module)
-
-
-def _hooks_on(module: nn.Module) -> list[ParameterHook]:
-    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ParameterHook)]
-
-
-_BEGIN = GraphBreak(ParameterHook._begin, "hookdrop regularizes parameters of a layer that runs uncompiled.")
-# Inside a graph, these are part of it. Outside, compiling them alone would hide that the forward is compiled alone.
-when_compiler_is_imported(lambda: skip_frames_of(ParameterHook.__call__, ParameterHook.restore, runs_compiled_code))

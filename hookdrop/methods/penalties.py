@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,10 @@ from hookdrop.core import compiling
 from hookdrop.core.checkpointing import is_inside_reentrant_checkpoint, is_recomputing
 from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.hook import SiteHook
-from hookdrop.core.needs import CallValue, has_ended
-from hookdrop.core.regularizer import CurrentRate
+from hookdrop.core.needs import CallValue
 from hookdrop.core.sink import CompanionHook
 from hookdrop.core.state import InjectionState
 from hookdrop.core.torch_internals import skip_frames_of, when_compiler_is_imported
-
-if TYPE_CHECKING:
-    from hookdrop.core.hook import SiteHook as PlacedSite
 
 MOST_UNREAD = 2**12  # how many terms are kept without an update of the weights: a cell may run at each time step
 
@@ -44,7 +40,7 @@ class LossTerms:
         self.unread_updates = 0  # how many updates of the weights came between forward and reading, since a reading
         self._updates = 0
         self.watched: set[int] = set()  # the ids of the modules around the layers, while hooks are placed
-        self.calls = CallValue()  # those in progress: the frame, which ends earlier only by an error, and terms before
+        self.calls = CallValue()  # the last terms before each call in progress, whose frame ends earlier by an error
         self._clear()
 
     def _clear(self) -> None:
@@ -62,18 +58,47 @@ class LossTerms:
 
     def forget_failed(self) -> None:
         """Forget the terms of calls that failed, such as for lack of memory: the next try adds them again."""
-        while self.calls.stack and has_ended(self.calls.value[0]):
-            _, last, compiled = self.calls.end()
+        while self.calls.is_left:
+            last, compiled = self.calls.end()
             while self.terms and self.terms[-1] is not last:
                 self.terms.pop()
             self.compiled = self.compiled and compiled
 
-    def add(self, term: Tensor) -> bool:
-        """Keep a term. Returns whether there are too many, so that the oldest was dropped."""
+    def watch_calls(self, hook: SiteHook, module: nn.Module) -> None:
+        """Watch the calls of all modules around a layer, any of which may be tried again after an error."""
+        root = hook.state.live.root and hook.state.live.root()
+        for parent in root.modules() if root else ():
+            if parent is not module and id(parent) not in self.watched and module in parent.modules():
+                self.watched.add(id(parent))
+                hook.accompany(parent.register_forward_pre_hook, _watch_call, True)
+                hook.accompany(parent.register_forward_hook, _watch_call, False)
+
+    def collect(self, hook: SiteHook, x: Tensor, rate: float | None, context: Mapping[str, Any]) -> None:
+        """Compute the loss term of a call, and keep it."""
+        if not torch.is_grad_enabled():
+            if is_inside_reentrant_checkpoint():
+                raise InjectionError(
+                    f"{hook.where}: a reentrant checkpoint runs its forward without gradients, so its loss term would "
+                    "have none.\n  checkpoint(..., use_reentrant=False)   or hook a layer outside of the checkpoint"
+                )
+            return
+        term = _loss_term(hook, x, rate, context)
+        # A recompute repeats the operations, because a checkpoint counts the saved tensors, but the term counts once.
+        if is_recomputing():
+            return
+        if len(self.terms) == MOST_UNREAD:
+            hook.state.warn_once(
+                "unread terms",
+                f"{hook.state.name!r}: more than {MOST_UNREAD} loss terms were not read, so the oldest are dropped.\n"
+                "  read them with drop.penalty(), or run such forwards inside: with drop.disabled(): ...",
+            )
         self.superseded = []
-        full = len(self.terms) == MOST_UNREAD
         self.terms.append(term)
-        return full
+
+    def collect_in_graph(self, hook: SiteHook, x: Tensor, rate: Tensor | None, context: Mapping[str, Any]) -> None:
+        """Like `collect`, for compiled code. An exported program has no loss."""
+        if torch.is_grad_enabled() and not compiling.is_exporting():
+            self.compiled = _Compiled(self.compiled, _loss_term(hook, x, rate, context))
 
     def note_updates(self, updates: int) -> None:
         """Take note of how often the weights have been updated."""
@@ -101,59 +126,19 @@ def total(terms: list[Tensor], model: nn.Module) -> Tensor:
     return sum(moved[1:], start=moved[0])
 
 
-def watch_calls(hook: PlacedSite, module: nn.Module) -> None:
-    """Watch the calls of all modules around a layer, any of which may be tried again after an error."""
-    root, terms = hook.state.live.root and hook.state.live.root(), _terms_of(hook)
-    for parent in root.modules() if root else ():
-        if parent is not module and id(parent) not in terms.watched and module in parent.modules():
-            terms.watched.add(id(parent))
-            hook.accompany(parent.register_forward_pre_hook, _watch_call, True)
-            hook.accompany(parent.register_forward_hook, _watch_call, False)
-
-
-def _watch_call(hook: PlacedSite, begins: bool, *_: Any) -> None:
+def _watch_call(hook: SiteHook, begins: bool, *_: Any) -> None:
     # A graph that fails adds no term. A recompute adds none, and a checkpoint ends it by an exception.
     if torch.compiler.is_compiling() or is_recomputing():
         return
-    terms = _terms_of(hook)
+    terms: LossTerms = hook.state.live.loss_terms
     if begins:
         terms.forget_failed()
-        terms.calls.start((sys._getframe(2), terms.terms[-1] if terms.terms else None, terms.compiled))
+        terms.calls.start((terms.terms[-1] if terms.terms else None, terms.compiled), sys._getframe(2))
     else:
         terms.calls.end()
 
 
 when_compiler_is_imported(lambda: skip_frames_of(CompanionHook.__call__, CallValue.end, _watch_call))
-
-
-class Penalizing(SiteHook):
-    """Adds a term to the loss in each call, and does not change the tensor."""
-
-    changes_forward = False
-
-    def _start(self) -> None:
-        self.state.live.loss_terms = self.state.live.loss_terms or LossTerms()
-        super()._start()
-
-    def place(self, module: nn.Module) -> None:
-        super().place(module)
-        watch_calls(self, module)
-
-    def act(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
-        collect(self, x, rate.value, context)
-        return super().act(x, rate, **context)
-
-    def apply_in_graph(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
-        y = super().apply_in_graph(x, rate, **context)
-        if not rate.neutral and self.graph_break is None and self.state.live.observe is None:
-            collect_in_graph(self, x, rate.tensor, context)
-        return y
-
-
-class PenaltyHook(Penalizing):
-    """The hook of a penalty on the output or the input of a layer."""
-
-    apply = Penalizing.act
 
 
 def read_penalty(states: Sequence[InjectionState], name: str, model: Callable[[], nn.Module]) -> Tensor:
@@ -167,41 +152,10 @@ def read_penalty(states: Sequence[InjectionState], name: str, model: Callable[[]
     return total([term for terms in found for term in terms.take()], model())
 
 
-def collect(hook: PlacedSite, x: Tensor, rate: float | None, context: Mapping[str, Any]) -> None:
-    """Compute the loss term of a call, and keep it."""
-    if not torch.is_grad_enabled():
-        if is_inside_reentrant_checkpoint():
-            raise InjectionError(
-                f"{hook.where}: a reentrant checkpoint runs its forward without gradients, so its loss term would have "
-                "none.\n  checkpoint(..., use_reentrant=False)   or hook a layer outside of the checkpoint"
-            )
-        return
-    term = _loss_term(hook, x, rate, context)
-    # A recompute repeats the operations, because a checkpoint counts the saved tensors, but the term counts once.
-    if not is_recomputing() and _terms_of(hook).add(term):
-        hook.state.warn_once(
-            "unread terms",
-            f"{hook.state.name!r}: more than {MOST_UNREAD} loss terms were not read, so the oldest are dropped.\n"
-            "  read them with drop.penalty(), or run such forwards inside: with drop.disabled(): ...",
-        )
-
-
-def collect_in_graph(hook: PlacedSite, x: Tensor, rate: Tensor | None, context: Mapping[str, Any]) -> None:
-    """Like `collect`, for compiled code. An exported program has no loss."""
-    if torch.is_grad_enabled() and not compiling.is_exporting():
-        terms = _terms_of(hook)
-        terms.compiled = _Compiled(terms.compiled, _loss_term(hook, x, rate, context))
-
-
-def _loss_term(hook: PlacedSite, x: Tensor, rate: Any, context: Mapping[str, Any]) -> Tensor:
+def _loss_term(hook: SiteHook, x: Tensor, rate: Any, context: Mapping[str, Any]) -> Tensor:
     penalty: Any = hook.regularizer
     term = penalty.penalize(x, rate, **context)
     if not isinstance(term, Tensor) or term.dim():
         got = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
         raise ShapeError(f"penalize returned {got}, but a loss term is a 0-d tensor.\n  return its mean() or sum()")
     return term
-
-
-def _terms_of(hook: PlacedSite) -> LossTerms:
-    terms: LossTerms = hook.state.live.loss_terms
-    return terms

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from hookdrop.core.compiling import graph_break
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.hook import SiteHook
-from hookdrop.core.needs import CallValue, has_ended, partial_calls
+from hookdrop.core.needs import partial_calls
 from hookdrop.core.registry import hooks_removed
 from hookdrop.core.regularizer import CurrentRate
 from hookdrop.core.selection import named_layers
 from hookdrop.core.sink import RateSink
+from hookdrop.core.state import InjectionState
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import (
     bind_arguments,
@@ -33,6 +32,7 @@ from hookdrop.core.tensor_tree import (
     with_rows,
 )
 from hookdrop.core.torch_internals import functorch_stack, is_fake, version_of
+from hookdrop.methods.around import Around
 
 if TYPE_CHECKING:
     from hookdrop.survey.subsets import Subset
@@ -56,10 +56,9 @@ class _Call(NamedTuple):
     originals: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({})
     inputs: Sequence[tuple[str, Tensor, Tensor]] = ()
     """What a dropped sample may return instead: the name of the argument, the tensor, and what holds its values."""
-    frame: FrameType | None = None  # what runs the layer, in eager code
 
 
-class RowsHook(SiteHook):
+class RowsHook(Around):
     """A forward pre-hook that draws the samples of a layer and passes on only these, so that the others cost nothing.
 
     A hook on the output puts the result back. The other rows are zeros or, if the regularizer needs the `layer_input`,
@@ -68,9 +67,12 @@ class RowsHook(SiteHook):
     which it then returns all rows, or the same for any samples. If this is false or unknown, it runs on all samples.
     """
 
-    own = (*SiteHook.own, "current", "subsets", "select", "put_back")
+    own = (*Around.own, "subsets", "select", "put_back")
+    nested = "and would skip samples of samples.\n  hook a layer inside it."
 
-    setting_of = staticmethod(lambda site: "input")
+    def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
+        super().__init__(site, plan, state)
+        self.at = "input"
 
     @classmethod
     def refuse_beside(cls, site: Any, present: Sequence[RateSink]) -> None:
@@ -82,17 +84,12 @@ class RowsHook(SiteHook):
                 )
 
     def _start(self) -> None:
-        self.current = CallValue()  # the `_Call` in progress
         self.subsets: dict[Any, Subset] = {}
         self.returns_input = "layer_input" in self.regularizer.needs
         super()._start()
         # The number of rows depends on the draws.
         reason = self.regularizer.graph_break or "It needs the input of the layer.\n  remove fullgraph=True."
-        self.select, self.put_back = graph_break(RowsHook._call, reason), graph_break(RowsHook.complete, reason)
-
-    def place(self, module: nn.Module) -> None:
-        super().place(module)
-        self.accompany(module.register_forward_hook, RowsHook.end_call, always_call=True)
+        self.select, self.put_back = graph_break(Around.begin, reason), graph_break(Around.finish, reason)
 
     @property
     def where(self) -> str:
@@ -100,31 +97,11 @@ class RowsHook(SiteHook):
 
     # --- before the layer
 
-    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        if is_compiling():
-            return super().__call__(module, args, *rest)
-        if (outer := self.current.value) is not None and outer.frame is not None and not has_ended(outer.frame):
-            raise InjectionError(
-                f"{self.where}: the layer calls itself, and would skip samples of samples.\n  hook a layer inside it."
-            )
-        self._end()  # left by a compiled layer that raised an error
-        value = super().__call__(module, args, *rest)
-        if self.current.stack:
-            self.current.replace(self.current.value._replace(frame=sys._getframe(1)))
-        return value
+    def begin_in_graph(self, module: nn.Module, *call: Any) -> Any:
+        return None if self.is_off(module) else self.select.call(self, None, False, module, *call)
 
-    def _call(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
-        self._end()  # the same, below a graph break
-        return super()._call(module, value, rate)
-
-    def _call_in_graph(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
-        return None if self.is_off(module) else self.select.call(self, module, value, rate)
-
-    def _end(self) -> _Call | None:
-        call: _Call | None = self.current.end()
-        if call is not None and call.runs_on is not None:
-            partial_calls.end()
-        return call
+    def end_in_graph(self, module: nn.Module, output: Any) -> Any:
+        return None if self.is_off(module) else self.put_back.call(self, module, output)
 
     def is_off(self, module: nn.Module) -> bool:
         rate = self.train_rate if module.training else self.eval_rate
@@ -134,9 +111,9 @@ class RowsHook(SiteHook):
         """Draw the samples that the layer runs on."""
         regularizer: Any = self.regularizer
         if "rows" not in regularizer.needs or functorch_stack() is not None or is_fake(x) or x.is_meta:
-            self.current.start(_Call(rate, len(x)))
+            self.calls.replace(_Call(rate, len(x)))
         else:
-            self.current.start(_Call(rate, len(x), regularizer.select_rows(x, rate.value), is_drawn=True))
+            self.calls.replace(_Call(rate, len(x), regularizer.select_rows(x, rate.value), is_drawn=True))
         return x
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
@@ -146,12 +123,13 @@ class RowsHook(SiteHook):
             raise InjectionError(f"{self.where}: the layer was called without a tensor {named!r}.")
         x = first_tensor(bound if named is None else bound[named])
         fn(x)
-        call: _Call | None = self.current.end()
+        call: _Call | None = self.calls.value
         if call is None:
             return None
         refuse_cache(bound, self)
         if call.is_drawn and call.rows is None:
             if self.state.live.observe is None:
+                self.calls.replace(None)
                 return None
             call = call._replace(rows=torch.arange(call.samples, device=x.device))
         rows = call.rows
@@ -168,7 +146,7 @@ class RowsHook(SiteHook):
             # A layer that runs on all samples may write to them in place.
             copies = call.runs_on is None
             call = call._replace(inputs=[(name, y, y.clone() if copies else y) for name, y in given.values()])
-        self.current.start(call)
+        self.calls.replace(call)
         return value
 
     def _subset(self, module: nn.Module, value: Any, x: Tensor) -> Subset:
@@ -193,15 +171,11 @@ class RowsHook(SiteHook):
 
     # --- after the layer
 
-    def end_call(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not is_compiling():
-            return self.complete(output)
-        return None if self.is_off(module) else self.put_back.call(self, output)
-
-    def complete(self, output: Any) -> Any:
+    def end(self, module: nn.Module, call: _Call, output: Any) -> Any:
         """Return the output of the layer for all samples."""
-        call = self._end()
-        if call is None or output is None:  # None after an error
+        if call.runs_on is not None:
+            partial_calls.end()
+        if output is None:
             return None
         if call.subset is not None:
             self._check(call, call.subset, output)

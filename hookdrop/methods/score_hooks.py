@@ -9,7 +9,6 @@ them, which is regularized instead.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
@@ -25,11 +24,11 @@ from hookdrop.core.checkpointing import running_checkpoint
 from hookdrop.core.compiling import GraphBreak
 from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.hook import SiteHook
-from hookdrop.core.needs import CallValue, has_ended
+from hookdrop.core.needs import has_ended
 from hookdrop.core.regularizer import Regularizer
-from hookdrop.core.state import InjectionState
 from hookdrop.core.tensor_tree import TensorKey
-from hookdrop.core.torch_internals import opened, remove_function_mode, skip_frames_of, when_compiler_is_imported
+from hookdrop.core.torch_internals import opened, remove_function_mode
+from hookdrop.methods.around import Around
 
 _ATTENTION = F.scaled_dot_product_attention
 _HIDING = F.multi_head_attention_forward
@@ -38,91 +37,56 @@ _broadcast: Any = torch.broadcast_shapes
 _COUNTED = (torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, _ATTENTION, _HIDING)
 
 
-class ScoreHook(SiteHook):
+class ScoreHook(Around):
     """A forward pre-hook that regularizes scores of attention until the call of the module ends."""
 
-    own = (*SiteHook.own, "calls")
+    nested = "so the scores of the inner call would be regularized twice.\n  hook a layer inside it."
 
-    def __init__(
-        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, at: str
-    ) -> None:
-        super().__init__(site, regularizer, p_scale, tensor, state, at)
+    @staticmethod
+    def check_site(regularizer: Regularizer, module: nn.Module, tensor: TensorKey, name: str) -> str:
         if tensor is not None:
-            raise InjectionError(f"{self.where} acts on all scores of attention: remove tensor={tensor!r}.")
+            where = f"{regularizer.title} at {name!r} (scores)"
+            raise InjectionError(f"{where} acts on all scores of attention: remove tensor={tensor!r}.")
+        return ""
 
-    def _start(self) -> None:
-        self.calls = CallValue()  # the mode of each call in progress; None while it is off
-        super()._start()
-
-    def place(self, module: nn.Module) -> None:
-        super().place(module)
-        self.accompany(module.register_forward_hook, ScoreHook.end_call, always_call=True, prepend=True)
-
-    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        if is_compiling():
-            self._begin(None, module, args, *rest)
-        else:
-            _BEGIN.call(self, sys._getframe(1), module, args, *rest)
-
-    def _begin(self, frame: FrameType | None, module: nn.Module, args: Any, *rest: Any) -> None:
-        if frame is not None:
-            remove_interrupted()
-            if any(mode is one for one in self.calls.stack for mode in _running.stack):
-                raise InjectionError(
-                    f"{self.where}: the layer calls itself, so the scores of the inner call would be regularized "
-                    "twice.\n  hook a layer inside it."
-                )
-        self.calls.start(None)
-        super().__call__(module, args, *rest)
-        if self.calls.value is not None:
-            self.calls.value.start(frame)
-
-    def settle(self, module: nn.Module) -> None:
-        remove_interrupted()
+    def place(self, module: nn.Module, **order: bool) -> None:
+        super().place(module, ends_first=True)
 
     def edit(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to all scores of this call, later."""
-        mode = self.calls.value or ScoreMode(self.where, getattr(self.regularizer, "calls", None) or ())
+        mode: Any = self.calls.value
+        if mode is None:
+            mode = ScoreMode(self.where, getattr(self.regularizer, "calls", None) or (), self.calls.frames[-1])
+            self.calls.replace(mode)
+            mode.__enter__()
         mode.functions.append(lambda scores: SiteHook.edit(self, module, scores, fn))
-        self.calls.replace(mode)
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         return fn(value)
 
-    def end_call(self, module: nn.Module, args: Any, output: Any) -> None:
-        mode: Any = self.calls.end()
-        if mode is None:
-            return
-        if mode.frame is None:
-            mode.__exit__(None, None, None)
-        else:
-            _STOP.call(mode)
-        if mode.count < len(mode.calls) and output is not None:  # None after an error
+    def end(self, module: nn.Module, mode: ScoreMode, output: Any) -> None:
+        mode.stop()
+        if mode.count < len(mode.calls) and output is not None:
             raise InjectionError(mode.miscounted())
 
 
 class ScoreMode(TorchFunctionMode):
     """Applies functions to the scores of attention."""
 
-    def __init__(self, where: str, calls: Sequence[bool]) -> None:
+    def __init__(self, where: str, calls: Sequence[bool], frame: FrameType | None) -> None:
         super().__init__()
         self.where, self.calls, self.count = where, calls, 0
         self.functions: list[Callable[[Tensor], Tensor]] = []
-        self.frame: FrameType | None = None
-        """What runs the module, in eager code."""
+        self.frame = frame  # what runs the module, in eager code
+        self.checkpoint = None if frame is None else running_checkpoint()
 
-    def start(self: Any, frame: FrameType | None) -> None:
-        self.frame = frame
-        if frame is not None:
-            self.checkpoint = running_checkpoint()
-            _running.start(self)
-        self.__enter__()
-
-    def stop(self) -> None:
-        self.frame = None
-        self.functions.clear()
-        _running.stack.remove(self)
-        remove_function_mode(self)
+    def stop(self: Any) -> None:
+        if self.frame is None:
+            self.__exit__(None, None, None)
+        else:
+            self.frame = None
+            self.functions.clear()
+            remove_function_mode(self)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -194,20 +158,7 @@ class ScoreMode(TorchFunctionMode):
         return scores
 
 
-_running = CallValue()  # the modes of this thread
-
-
-def remove_interrupted() -> None:
-    """Remove the modes of calls that ended by a KeyboardInterrupt, after which PyTorch runs no hooks."""
-    for mode in [mode for mode in _running.stack if has_ended(mode.frame)]:
-        mode.stop()
-
-
-_REASON = "DropKey sees the scores of a layer that runs uncompiled."
-_BEGIN, _STOP = GraphBreak(ScoreHook._begin, _REASON), GraphBreak(ScoreMode.stop, _REASON)
-_EAGER = GraphBreak(ScoreMode._call_in_eager, _REASON)
-# Inside a graph, these are part of it. Outside, compiling them alone would lose the frame of the call.
-when_compiler_is_imported(lambda: skip_frames_of(ScoreHook.__call__, ScoreHook.end_call))
+_EAGER = GraphBreak(ScoreMode._call_in_eager, "DropKey sees the scores of a layer that runs uncompiled.")
 
 
 def additive_mask(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> Tensor:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.core.errors import InjectionError
-from hookdrop.core.hook import SiteHook
-from hookdrop.core.needs import CallValue
-from hookdrop.core.regularizer import CurrentRate, Regularizer
+from hookdrop.core.regularizer import CurrentRate
 from hookdrop.core.state import InjectionState
-from hookdrop.core.tensor_tree import TensorKey
 from hookdrop.core.torch_internals import graph_task
+from hookdrop.methods.around import Around
 
 _SAVED_INPUT = "_hookdrop_skipped"
 """The attribute of D(x) that holds x. It lives as long as D(x), so a checkpoint of the branch finds it too."""
@@ -33,46 +30,32 @@ class _SavedInput(NamedTuple):
         return type(None), ()
 
 
-class SkipHook(SiteHook):
+class SkipHook(Around):
     """A forward pre-hook on a residual block that regularizes only the identity skip, which has no module to hook.
 
     It replaces the input x with D(x), where D is the regularizer, and saves x. A pre-hook on the first layer of the
-    residual branch restores x. The addition in the block then computes f(x) + D(x), as if D were a layer on the skip.
+    residual branch restores x, which a call remembers until then. The addition in the block then computes f(x) + D(x),
+    as if D were a layer on the skip.
     """
 
-    own = (*SiteHook.own, "skipped")
+    def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
+        self.branch: str = site.branch  # the name, relative to the block, of the first layer of the residual branch
+        super().__init__(site, plan, state)
 
-    def __init__(
-        self, site: str, regularizer: Regularizer, p_scale: float, tensor: TensorKey, state: InjectionState, branch: str
-    ) -> None:
-        self.branch = branch  # the name, relative to the block, of the first layer of the residual branch
-        super().__init__(site, regularizer, p_scale, tensor, state, "skip")
-
-    setting_of = staticmethod(attrgetter("branch"))
-
-    def _start(self) -> None:
-        self.skipped = CallValue()  # x, in calls of the block, until the branch takes it
-        super()._start()
-
-    def place(self, module: nn.Module) -> None:
+    def place(self, module: nn.Module, **order: bool) -> None:
         super().place(module)
         # Prepended, so that other pre-hooks on the branch receive x.
         register = module.get_submodule(self.branch).register_forward_pre_hook
         self.restoring = self.accompany(register, SkipHook.restore, prepend=True, with_kwargs=True)
-        self.accompany(module.register_forward_hook, SkipHook.end_call, always_call=True)
 
     @property
     def is_attached(self) -> bool:
         return super().is_attached and self.restoring.is_attached
 
-    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        self.skipped.start(None)
-        return super().__call__(module, args, *rest)
-
     def apply_in_graph(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         y = super().apply_in_graph(x, rate, **context)
         if y is not x:
-            self.skipped.replace(x)
+            self.calls.replace(x)
         return y
 
     def apply(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
@@ -89,20 +72,20 @@ class SkipHook(SiteHook):
             # x is the D(x) of an earlier block that added in place. Its saved input is no longer needed.
             delattr(x, _SAVED_INPUT)
         setattr(y, _SAVED_INPUT, _SavedInput(self, x))
-        self.skipped.replace(x)
+        self.calls.replace(x)
         return y
 
     def restore(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Return the arguments of the branch with x restored, or None if they need no change."""
-        named, x = kwargs or {}, self.skipped.value
+        named, x = kwargs or {}, self.calls.value
         if not is_compiling():
             if any(map(self._holds_input, (*args, *named.values()))):
                 args = tuple(self._restored(value) for value in args)
                 named = {name: self._restored(value) for name, value in named.items()}
-                self.skipped.replace(None)
+                self.calls.replace(None)
                 # If another library re-registered the hook without kwargs, it must return only `args`.
                 return args if kwargs is None else (args, named)
-            rate, in_block = self.train_rate, bool(self.skipped.stack)
+            rate, in_block = self.train_rate, bool(self.calls.stack)
             drops = module.training and rate is not None and not rate.neutral
             # Outside of the block, a checkpoint recomputes only the branch, on a copy of D(x).
             if x is not None if in_block else drops and graph_task() != -1:
@@ -116,11 +99,8 @@ class SkipHook(SiteHook):
                 )
         if x is None:
             return None
-        self.skipped.replace(None)  # compiled code does not follow the attribute of D(x)
+        self.calls.replace(None)  # compiled code does not follow the attribute of D(x)
         return (x, *args[1:]) if kwargs is None else ((x, *args[1:]), kwargs)
-
-    def end_call(self, *_: Any) -> None:
-        self.skipped.end()
 
     def _holds_input(self, value: Any) -> bool:
         saved = getattr(value, _SAVED_INPUT, None) if isinstance(value, Tensor) else None

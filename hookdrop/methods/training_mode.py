@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from hookdrop.core.needs import CallValue
 from hookdrop.core.sink import CompanionHook
 from hookdrop.core.tensor_tree import tensors
 from hookdrop.core.torch_internals import at_end_of_backward, graph_task
-
-Contexts: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 class TrainingMode:
@@ -27,7 +25,7 @@ class TrainingMode:
 
     Args:
         module: the module.
-        rate: returns a function that makes contexts with the present rate.
+        rate: returns the present rate: the object, the attribute and the value of each setting.
     """
 
     active: ClassVar[set[TrainingMode]] = set()
@@ -36,42 +34,42 @@ class TrainingMode:
     fast_path: ClassVar[bool] = True
     """Whether PyTorch may run a whole transformer layer as one kernel, which ignores the flags inside."""
 
-    def __init__(self, module: nn.Module, rate: Callable[[], Contexts]) -> None:
+    def __init__(self, module: nn.Module, rate: Callable[[], list[tuple[Any, str, Any]]]) -> None:
         self._rate = rate
         if not self.active:
             TrainingMode.fast_path = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
         self.active.add(self)
-        self._before: list[tuple[nn.Module, bool]] = []  # of the running calls
+        self._before = CallValue()  # the modules of the calls in progress, and their flags
         enter, leave = _Switch(self, TrainingMode._enter), _Switch(self, TrainingMode._leave)
-        enter.handle = self.handle = module.register_forward_pre_hook(enter)
+        self.handle: Any = module.register_forward_pre_hook(enter)  # None after the removal
+        enter.handle = self.handle
         # The first after the forward, so that pairs of hooks are nested.
         leave.handle = module.register_forward_hook(leave, prepend=True, always_call=True)
         self._handles = enter.handle, leave.handle
 
-    handle: RemovableHandle | None
-
     def _enter(self, module: nn.Module, *call: Any) -> None:
-        self._before.append((module, module.training))
+        self._before.start((module, module.training))
         module.training = True
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            again = partial(_as_in_forward, module, self._rate())
+            again = partial(_as_in_forward, [(module, "training", True), *self._rate()])
             for node in {x.grad_fn for x in tensors(output) if x.grad_fn is not None}:
                 node.register_prehook(again)
-        for index, (running, training) in reversed(list(enumerate(self._before))):
-            if running is module:  # not a replica of it on another device
-                module.training = training
-                del self._before[index]
-                break
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._before.stack:
+            module, training = self._before.end()
+            module.training = training
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self.handle = None
-        for module, training in reversed(self._before):  # an interrupt runs no hooks
-            module.training = training
+        while self._before.stack:  # an interrupt runs no hooks
+            self._restore()
         self.active.discard(self)
         for stack in self.backwards.values():  # of those that failed
             stack.close()
@@ -80,15 +78,15 @@ class TrainingMode:
             torch.backends.mha.set_fastpath_enabled(self.fast_path)
 
 
-def _as_in_forward(module: nn.Module, rate: Contexts, *_: Any) -> None:
+def _as_in_forward(settings: list[tuple[Any, str, Any]], *_: Any) -> None:
     """Set the flag and the rate until the running backward pass ends."""
     task = graph_task()
     if task not in TrainingMode.backwards:
         TrainingMode.backwards[task] = ExitStack()
         at_end_of_backward(lambda: TrainingMode.backwards.pop(task, ExitStack()).close())
-    TrainingMode.backwards[task].enter_context(rate())
-    TrainingMode.backwards[task].callback(setattr, module, "training", module.training)
-    module.training = True
+    for owner, name, value in settings:
+        TrainingMode.backwards[task].callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
 
 
 class _Switch(CompanionHook):

@@ -84,7 +84,7 @@ class Penalty(Regularizer):
     """
 
     in_backward: ClassVar[bool] = True
-    _kind = "penalty"
+    _adds_to_loss = True
     penalize: Callable[..., Tensor] = _penalize
 
     def regularize(self, x: Tensor, rate: Any, **context: Any) -> Tensor:

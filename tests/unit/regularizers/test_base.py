@@ -264,7 +264,7 @@ SHAPES: list[tuple[str, tuple[int, ...], str]] = [
 
 @pytest.mark.parametrize(("code", "shape", "advice"), SHAPES)
 def test_unsupported_shapes_raise_and_suggest_an_alternative(code: str, shape: tuple[int, ...], advice: str) -> None:
-    regularizer, model = eval(code, vars(hookdrop).copy()), nn.Sequential(nn.Identity())
+    regularizer, model = hookdrop.parse(code), nn.Sequential(nn.Identity())
     with pytest.raises(ShapeError) as caught:
         regularizer(torch.ones(shape))
     assert advice in str(caught.value)
@@ -276,7 +276,7 @@ def test_unsupported_shapes_raise_and_suggest_an_alternative(code: str, shape: t
 
 @pytest.mark.parametrize("code", ["Cutout(3)", "DSU()", "MixStyle()", "Masksembles()"])
 def test_maps_that_look_like_nhwc_warn(code: str) -> None:
-    (warning,) = eval(code, vars(hookdrop).copy()).shape_warnings((8, 14, 14, 96))
+    (warning,) = hookdrop.parse(code).shape_warnings((8, 14, 14, 96))
     assert "looks like NHWC" in warning
 
 
