@@ -28,6 +28,7 @@ SHARED, DROPOUT, DROPOUT2D = "hookdrop shared", "hookdrop dropout", "hookdrop dr
 TORCHVISION, TIMM, TIMM_SHARED = "torchvision", "timm", "timm shared"
 TORCH_DROPOUT, TORCH_DROPOUT2D = "F.dropout", "F.dropout2d"
 DROP_PATH, TIMM_DROP_PATH = "hookdrop drop_path", "timm drop_path"
+CPU = torch.device("cpu")
 NO_KERNEL = ", no kernel"
 
 BLOCKS = (BATCH, SAMPLE, EXPECTED, SHARED)
@@ -66,12 +67,12 @@ def implementations(p: float = P, block: int = BLOCK, device: str = "cpu") -> di
 @contextmanager
 def kernel_of(name: str) -> Iterator[None]:
     """Disable the compiled kernel if the name says so: hookdrop then uses PyTorch operations only."""
-    before = ACCELERATORS["cpu"]
-    ACCELERATORS["cpu"] = Accelerator() if name.endswith(NO_KERNEL) else before
+    before = ACCELERATORS[CPU]
+    ACCELERATORS[CPU] = Accelerator() if name.endswith(NO_KERNEL) else before
     try:
         yield
     finally:
-        ACCELERATORS["cpu"] = before
+        ACCELERATORS[CPU] = before
 
 
 def job(name: str, function: Function, x: Tensor, grad: Tensor) -> Callable[[], None]:

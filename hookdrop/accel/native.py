@@ -43,7 +43,7 @@ _Array: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 def available() -> bool:
     """Whether the loops are in use."""
-    return isinstance(ACCELERATORS["cpu"], NativeLoops)
+    return isinstance(ACCELERATORS[torch.device("cpu")], NativeLoops)
 
 
 def has_plain_memory(x: Tensor) -> bool:

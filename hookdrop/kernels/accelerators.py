@@ -46,13 +46,14 @@ class Accelerator:
         raise NotImplementedError
 
 
-class _Accelerators(dict[str, Accelerator]):
-    def __missing__(self, device_type: str) -> Accelerator:
-        enabled = device_type in PLACES and os.environ.get("HOOKDROP_KERNEL") != "0"
-        self[device_type] = found = PLACES[device_type] if enabled else Accelerator()
+class _Accelerators(dict[torch.device, Accelerator]):
+    def __missing__(self, device: torch.device) -> Accelerator:
+        enabled = device.type in PLACES and os.environ.get("HOOKDROP_KERNEL") != "0"
+        self[device] = found = PLACES[device.type] if enabled else Accelerator()
         return found
 
 
 PLACES = Parts({})
+"""By type of device."""
 ACCELERATORS = _Accelerators()
-"""By type of device, loaded from `PLACES` at the first use of such a device."""
+"""By device, from `PLACES`."""

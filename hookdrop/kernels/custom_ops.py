@@ -60,7 +60,7 @@ def _draw_fake(x: Tensor, p: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Te
     seeds = torch.empty((), dtype=torch.int64, device="cpu")
     if normalize not in drawing.COUNTED:
         return record, seeds, torch.empty((), dtype=torch.float64, device="cpu")
-    accelerator = ACCELERATORS[x.device.type]
+    accelerator = ACCELERATORS[x.device]
     if accelerator.can_draw(blocks, x.device):
         return record, seeds, x.new_empty(accelerator.counters_size(blocks, normalize), dtype=torch.int64)
     shape = () if normalize == "batch" else (x.shape[0], *[1] * (x.dim() - 1))

@@ -36,7 +36,7 @@ def draw_blocks(
     """
     static = must_avoid_sync(x)
     if static and type(x) in internals.PLAIN_TYPES and internals.functorch_stack() is None:
-        accelerator = ACCELERATORS[x.device.type]
+        accelerator = ACCELERATORS[x.device]
         if accelerator.can_draw(blocks, x.device):
             dropped, counters = accelerator.draw(blocks, seed_rate, normalize, x.device)
             return dropped, counters if normalize in COUNTED else _constant_scale(p, normalize)
@@ -53,7 +53,7 @@ def _scale(dropped: Tensor, blocks: Blocks, p: float, normalize: str | None, ran
     if normalize is None or normalize == "expected":
         return _constant_scale(p, normalize)
     rows = dropped.dtype == torch.uint8
-    if not rows and (scale := ACCELERATORS[dropped.device.type].scale_of_seeds(dropped, blocks, normalize)) is not None:
+    if not rows and (scale := ACCELERATORS[dropped.device].scale_of_seeds(dropped, blocks, normalize)) is not None:
         return scale
     lost = blocks.counts(dropped if rows else blocks.rows(dropped))
     if normalize == "sample":

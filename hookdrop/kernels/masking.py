@@ -25,7 +25,7 @@ def apply_mask_no_grad(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks
     `dropped` is a bool mask that broadcasts to `x`, or, of `blocks`, the integer seeds or `Blocks.packed` in uint8.
     `scale` is 0-d, or one scale per sample; with a packed mask also the counters of `Accelerator.draw`.
     """
-    if (masked := ACCELERATORS[x.device.type].mask(x, dropped, scale, blocks)) is not None:
+    if (masked := ACCELERATORS[x.device].mask(x, dropped, scale, blocks)) is not None:
         return masked
     if dropped.dtype == torch.uint8:
         return apply_mask_no_grad(x, *_as_mask(dropped, scale, blocks))
@@ -57,7 +57,7 @@ def _as_mask(dropped: Tensor, scale: Tensor, blocks: Blocks | None) -> tuple[Ten
         return dropped, scale
     if dropped.dtype == torch.uint8:
         if scale.dtype == torch.int64:
-            scale = ACCELERATORS[scale.device.type].scale_of_counters(scale, blocks)
+            scale = ACCELERATORS[scale.device].scale_of_counters(scale, blocks)
         return blocks.mask(blocks.unpacked(dropped)), scale
     return blocks.mask(blocks.rows(dropped)), scale
 

@@ -112,7 +112,7 @@ def successes(trials: int, p: float, device: torch.device, dtype: torch.dtype = 
         return torch.empty(0, dtype=dtype, device=device)
     batch = int(trials * p + 8.0 * math.sqrt(trials * p) + 16.0)
     logs = _logs(batch, device)
-    found_at = ACCELERATORS[device.type].successes(logs, math.log1p(-p), trials, dtype)
+    found_at = ACCELERATORS[device].successes(logs, math.log1p(-p), trials, dtype)
     if found_at is not None:
         return found_at
     at = _gaps(logs, p).cumsum_(0)

@@ -70,7 +70,7 @@ def _drop_block(x: Tensor, p: float | Tensor, *settings: Any) -> Tensor:
                 "  hook a layer whose output is local (use_local_output=True), or use Dropout or DropPath."
             )
     # A mode such as fake tensors sees operators only, not the launches of kernels.
-    opaque = internals.dispatch_modes() > 0 and ACCELERATORS[x.device.type].can_draw(blocks, x.device)
+    opaque = internals.dispatch_modes() > 0 and ACCELERATORS[x.device].can_draw(blocks, x.device)
     if opaque or (internals.functorch_stack() is not None and {*internals.vmap_randomness()} - {"same"}):
         geometry = blocks.blocks, blocks.channel, per_channel
         return custom_ops.drop_block(x, as_rate_tensor(p), *geometry, gamma, normalize)

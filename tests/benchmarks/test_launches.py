@@ -11,7 +11,7 @@ import launches
 from hookdrop.accel import triton_dropblock
 from hookdrop.functional import drop_block
 from hookdrop.kernels import custom_ops
-from hookdrop.kernels.accelerators import ACCELERATORS, Accelerator
+from tests.support.tensors import accelerate
 
 pytestmark = pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 needs CUDA for fake CUDA tensors")
 
@@ -62,5 +62,5 @@ def test_the_counter_sees_every_operation_except_views_and_allocations() -> None
 
 
 def test_without_triton_drop_block_launches_many_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ACCELERATORS, "cuda", Accelerator())
+    accelerate(monkeypatch, "cuda")
     assert launches.forward(launches.FUNCTIONS["hookdrop batch"]).launches > 20

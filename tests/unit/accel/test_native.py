@@ -21,7 +21,7 @@ from hookdrop.kernels import drawing, masking
 from hookdrop.kernels.accelerators import ACCELERATORS, Accelerator
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.random_numbers import successes
-from tests.support.tensors import Operations
+from tests.support.tensors import Operations, accelerate
 from tests.support.training import seeded
 
 needs_kernel = pytest.mark.skipif(
@@ -37,7 +37,7 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 @contextmanager
 def pytorch_only() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ACCELERATORS, "cpu", Accelerator())
+        accelerate(patch, "cpu")
         assert not native.available()
         yield
 
@@ -263,8 +263,8 @@ def test_library_is_loaded() -> None:
 
 def test_environment_variable_disables_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOOKDROP_KERNEL", "0")
-    for device_type in ("cpu", "cuda"):
-        assert type(type(ACCELERATORS)()[device_type]) is Accelerator
+    for device in ("cpu", "cuda"):
+        assert type(type(ACCELERATORS)()[torch.device(device)]) is Accelerator
 
 
 @needs_kernel

@@ -15,9 +15,8 @@ from hookdrop import HookdropWarning
 from hookdrop.accel import triton_dropblock
 from hookdrop.functional import drop_block
 from hookdrop.kernels import custom_ops, drawing
-from hookdrop.kernels.accelerators import ACCELERATORS, Accelerator
 from hookdrop.kernels.blocks import Blocks, gamma_for
-from tests.support.tensors import Operations
+from tests.support.tensors import Operations, accelerate
 from tests.support.training import seeded
 
 triton_language = pytest.importorskip("triton.language")
@@ -44,7 +43,7 @@ GEOMETRIES = {
 
 @pytest.fixture(autouse=True)
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ACCELERATORS, DEVICE.type, KERNELS)
+    accelerate(monkeypatch, DEVICE.type, KERNELS)
     monkeypatch.setattr(drawing, "must_avoid_sync", lambda x: True)
     monkeypatch.setattr(triton_dropblock, "_supported", lambda index: True)
     monkeypatch.setattr(triton_dropblock, "_works", {DEVICE.index: True})
@@ -103,7 +102,7 @@ def test_masks_have_the_distribution_of_those_of_the_cpu(block: int, p: float, m
     ones = torch.ones(2, 1024, 8, 7, device=DEVICE)
     settings: dict[str, Any] = {"p": p, "block_size": block, "normalize": None}
     found = (drop_block(ones, **settings) == 0).flatten(0, 1).double().cpu()
-    monkeypatch.setitem(ACCELERATORS, DEVICE.type, Accelerator())
+    accelerate(monkeypatch, DEVICE.type)
     expected = (drop_block(ones.cpu(), **settings) == 0).flatten(0, 1).double()
     maps = len(found)
     for statistic in (

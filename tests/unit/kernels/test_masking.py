@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hookdrop.accel import native
 from hookdrop.functional import drop_block, dropout
-from hookdrop.kernels.accelerators import ACCELERATORS, Accelerator
+from tests.support.tensors import accelerate
 
 NORMALIZE = ["batch", "sample", "expected", None]
 
@@ -26,7 +26,7 @@ SETTINGS = [
 @pytest.fixture(params=["compiled loops", "PyTorch alone"], autouse=True)
 def with_and_without_compiled_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "PyTorch alone":
-        monkeypatch.setitem(ACCELERATORS, "cpu", Accelerator())
+        accelerate(monkeypatch, "cpu")
     elif not native.available():
         pytest.skip("the compiled loops were not built")
 
