@@ -46,14 +46,12 @@ _LATE = _parts.Parts(
     }
 )
 _parts.KINDS.places.update(
-    attribute="hookdrop.methods.dropout_sinks:DropoutSink",
-    parameters="hookdrop.methods.parameter_hooks:ParameterHook",
-    rows="hookdrop.methods.rows_hook:RowsHook",
-    scores="hookdrop.methods.score_hooks:ScoreHook",
-    skip="hookdrop.methods.skip_hook:SkipHook",
-)
-_parts.KINDS.places.update(
     {
+        "attribute": "hookdrop.methods.dropout_sinks:DropoutSink",
+        "parameters": "hookdrop.methods.parameter_hooks:ParameterHook",
+        "rows": "hookdrop.methods.rows_hook:RowsHook",
+        "scores": "hookdrop.methods.score_hooks:ScoreHook",
+        "skip": "hookdrop.methods.skip_hook:SkipHook",
         "penalty output": "hookdrop.methods.penalties:PenaltyHook",
         "penalty input": "hookdrop.methods.penalties:PenaltyHook",
         "penalty parameters": "hookdrop.methods.penalty_hooks:PenaltyParameterHook",

@@ -90,14 +90,9 @@ class _Seen(TorchFunctionMode):
         op = Op(0, function.__name__.strip("_"), function, args, kwargs, (), None)
         observed = [value for value in (*args, *kwargs.values()) if isinstance(value, ObservedRate)][:1]
         is_drop = op.name in DROPOUTS or op.name in ATTENTION
-        if observed:
-            sink: DropoutSink | None = observed[0].sink
-        else:
-            sink = (
-                self.constants.get((self._running[-1], op.name, rounded(active_rate(op))))
-                if self._running and is_drop
-                else None
-            )
+        sink: DropoutSink | None = observed[0].sink if observed else None
+        if not observed and self._running and is_drop:
+            sink = self.constants.get((self._running[-1], op.name, rounded(active_rate(op))))
         if sink is None:
             return function(*args, **kwargs)
 

@@ -21,6 +21,7 @@ from hookdrop.core.regularizer import rows_alone
 from hookdrop.core.selection import unwrapped
 from hookdrop.core.sink import RateSink
 from hookdrop.core.tensor_tree import describe, map_leaves
+from hookdrop.survey.isolation import eval_mode
 
 # --- statistics
 
@@ -221,8 +222,6 @@ def predict(
     call: Callable[..., Any] | None,
 ) -> Prediction:
     """Sample `model` on `data` inside `sampling`, which activates `sinks`. See `Injection.predict`."""
-    from hookdrop.survey.isolation import eval_mode  # only a prediction needs it
-
     if count(samples, "samples", "predict") == 1:
         raise ValueError(
             "predict: samples must be at least 2, got 1: one sample has no variance.\n"
@@ -264,8 +263,6 @@ def samples(
     call: Callable[..., Any] | None,
 ) -> Iterator[Any]:
     """See `Injection.samples`. Each sample enters its own contexts, so that the caller's code runs outside of them."""
-    from hookdrop.survey.isolation import eval_mode
-
     (inputs,) = _read_batches(model, batch if isinstance(batch, Tensor | tuple | Mapping) else (batch,), call)
 
     def sample() -> Any:

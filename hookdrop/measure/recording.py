@@ -20,6 +20,7 @@ from hookdrop.core.tensor_tree import detached_copy
 from hookdrop.core.torch_internals import graph_task
 from hookdrop.measure.figures import Rows, blocks_figure
 from hookdrop.measure.measurement import Measurement, measured_into, why_idle
+from hookdrop.measure.observing import total
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,8 +45,7 @@ class Record:
     @property
     def dropped(self) -> float:
         """The fraction of dropped elements; 0 for regularizers that drop nothing."""
-        mask = self.mask.full_tensor() if hasattr(self.mask, "full_tensor") else self.mask
-        return 1.0 - float(mask.float().mean()) if mask.numel() else 0.0
+        return 1.0 - total(self.mask.float().mean()) if self.mask.numel() else 0.0
 
     def __repr__(self) -> str:
         dropped = f", dropped {self.dropped:.3f}" if self.drops else ""
