@@ -53,7 +53,5 @@ class _Accelerators(dict[torch.device, Accelerator]):
         return found
 
 
-PLACES = Parts({})
-"""By type of device."""
-ACCELERATORS = _Accelerators()
-"""By device, from `PLACES`."""
+PLACES = Parts({})  # by type of device
+ACCELERATORS = _Accelerators()  # by device

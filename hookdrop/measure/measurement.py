@@ -33,17 +33,12 @@ from hookdrop.survey.isolation import call, restored_after, set_modes, uncompile
 class Effect:
     """What regularizers did, at one site or at all."""
 
-    calls: int = 0
-    """The number of tensors that were regularized."""
+    calls: int = 0  #: The number of tensors that were regularized.
     elements: int = 0
-    zeroed: float = 0.0
-    """The number of input elements that the output does not depend on."""
-    asked_of_all: float = 0.0
-    """The rate of each call, times its number of elements."""
-    asks: int = 0
-    """The number of calls in which a rate says what to expect."""
-    droppable: int = 0
-    """The number of elements in calls that show which elements they drop."""
+    zeroed: float = 0.0  #: The number of input elements that the output does not depend on.
+    asked_of_all: float = 0.0  #: The rate of each call, times its number of elements.
+    asks: int = 0  #: The number of calls in which a rate says what to expect.
+    droppable: int = 0  #: The number of elements in calls that show which elements they drop.
     magnitude_in: float = 0.0
     magnitude_out: float = 0.0
 

@@ -57,8 +57,7 @@ class _Seen(TorchFunctionMode):
         """Those whose module only drops: its forward is one call, however it drops."""
         self.constants: dict[tuple[nn.Module, str, float], DropoutSink] = {}
         """Those whose rate is in the code, by the module, the function and the rate."""
-        self._running: list[nn.Module] = []
-        """The modules with such drops, and those inside them."""
+        self._running: list[nn.Module] = []  # the modules with such drops, and those inside them
 
     def begin(self, module: nn.Module, *_: Any) -> None:
         self._running.append(module)

@@ -44,8 +44,7 @@ class Prediction:
     mutual_information: Tensor | None
     """The entropy of the mean minus the mean entropy of the samples, in nats, at least 0: the uncertainty that comes
     from the model (BALD). It has the shape of `entropy`."""
-    samples: int
-    """The number of samples."""
+    samples: int  #: The number of samples.
 
     def __repr__(self) -> str:
         averages = {"std": self.variance.sqrt(), "entropy": self.entropy, "mutual information": self.mutual_information}
