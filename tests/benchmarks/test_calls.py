@@ -116,4 +116,5 @@ def test_figures_of_the_structure_stay_within_their_limits() -> None:
     assert len(next(one["layers"] for one in contracts if one.get("containers") == ["hookdrop"])) <= 9
     command = [sys.executable, "-X", "importtime", "-c", "import hookdrop"]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stderr
+    assert "hookdrop.accel" not in loaded  # before a mask is drawn
     assert 40 < len(set(re.findall(r"\|\s+(hookdrop[\w.]*)$", loaded, flags=re.MULTILINE))) <= 45
