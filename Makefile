@@ -55,7 +55,7 @@ coverage: .venv/dev
 	$(PYTEST) --cov --cov-report=term tests/unit tests/integration tests/statistics tests/docs
 
 # One environment: `make test` adds the development packages to what `make demo` has installed.
-.venv/%: pyproject.toml hatch_build.py hookdrop/kernels/_blocks.c
+.venv/%: pyproject.toml hatch_build.py hookdrop/accel/_blocks.c
 	@.ci/install $*
 	@touch $@
 

@@ -1,6 +1,6 @@
 """What hatchling runs during a build: it compiles the C loops of a wheel and writes the long description.
 
-`hookdrop/kernels/_blocks.c` is compiled if a C compiler is available. Without one the package works but is slower.
+`hookdrop/accel/_blocks.c` is compiled if a C compiler is available. Without one the package works but is slower.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Kernel(BuildHookInterface):
             return
         error = self._build()
         if not error:
-            build_data["artifacts"].append("hookdrop/kernels/_blocks.native")
+            build_data["artifacts"].append("hookdrop/accel/_blocks.native")
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{_platform()}"
         elif setting == "require":
@@ -54,7 +54,7 @@ class Kernel(BuildHookInterface):
 
     def _build(self) -> str:
         """Return the error message, or an empty string on success."""
-        source = Path(self.root, "hookdrop", "kernels", "_blocks.c")
+        source = Path(self.root, "hookdrop", "accel", "_blocks.c")
         output = source.with_suffix(".new")
         error = ""
         for flags in ATTEMPTS:

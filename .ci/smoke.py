@@ -10,7 +10,7 @@ from torch import nn
 
 import hookdrop
 from hookdrop import DropBlock, Dropout, LinearSchedule, find, inject, plan
-from hookdrop.kernels import native
+from hookdrop.accel import native
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--compiled", choices=["yes", "no"], required=True)

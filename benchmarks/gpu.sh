@@ -13,7 +13,7 @@ step() {
 }
 
 {
-    step -m pytest -q tests/unit/kernels/test_triton_dropblock.py tests/unit/kernels/test_no_synchronization.py \
+    step -m pytest -q tests/unit/accel/test_triton_dropblock.py tests/unit/kernels/test_no_synchronization.py \
         tests/benchmarks/test_launches.py
     step benchmarks/launches.py
     step benchmarks/speed.py --device cuda --part memory main small --rounds 15 --json "$out/results.json"

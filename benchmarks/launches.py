@@ -1,7 +1,7 @@
 """Count the kernel launches of a forward on a GPU, and their memory traffic: `python benchmarks/launches.py`.
 
 This needs no GPU: fake CUDA tensors have no values. Every operation counts as one launch, except views and allocations;
-hookdrop's count as many as they launch, which tests/unit/kernels/test_triton_dropblock.py checks. Bytes are those of
+hookdrop's count as many as they launch, which tests/unit/accel/test_triton_dropblock.py checks. Bytes are those of
 all tensors that an operation reads and writes.
 """
 

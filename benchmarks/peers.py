@@ -14,7 +14,8 @@ from timm.layers.drop import drop_block_2d, drop_path
 from torch import Tensor, nn
 
 from hookdrop import functional
-from hookdrop.kernels import native as kernel
+from hookdrop.accel import native
+from hookdrop.kernels.accelerators import ACCELERATORS, Accelerator
 
 P, BLOCK = 0.1, 7
 DRAWS, SHARED_DRAWS = 20, 50
@@ -27,6 +28,7 @@ SHARED, DROPOUT, DROPOUT2D = "hookdrop shared", "hookdrop dropout", "hookdrop dr
 TORCHVISION, TIMM, TIMM_SHARED = "torchvision", "timm", "timm shared"
 TORCH_DROPOUT, TORCH_DROPOUT2D = "F.dropout", "F.dropout2d"
 DROP_PATH, TIMM_DROP_PATH = "hookdrop drop_path", "timm drop_path"
+CPU = torch.device("cpu")
 NO_KERNEL = ", no kernel"
 
 BLOCKS = (BATCH, SAMPLE, EXPECTED, SHARED)
@@ -57,7 +59,7 @@ def calls(p: float = P, block: int = BLOCK) -> dict[str, Function]:
 def implementations(p: float = P, block: int = BLOCK, device: str = "cpu") -> dict[str, Function]:
     """Return all functions by name; those that use the compiled kernel, if it is available, also without it."""
     found = calls(p, block)
-    if device == "cpu" and kernel.available():
+    if device == "cpu" and native.available():
         found |= {name + NO_KERNEL: found[name] for name in (*BLOCKS, DROPOUT)}
     return found
 
@@ -65,12 +67,12 @@ def implementations(p: float = P, block: int = BLOCK, device: str = "cpu") -> di
 @contextmanager
 def kernel_of(name: str) -> Iterator[None]:
     """Disable the compiled kernel if the name says so: hookdrop then uses PyTorch operations only."""
-    library = kernel._library
-    kernel._library = None if name.endswith(NO_KERNEL) else library
+    before = ACCELERATORS[CPU]
+    ACCELERATORS[CPU] = Accelerator() if name.endswith(NO_KERNEL) else before
     try:
         yield
     finally:
-        kernel._library = library
+        ACCELERATORS[CPU] = before
 
 
 def job(name: str, function: Function, x: Tensor, grad: Tensor) -> Callable[[], None]:

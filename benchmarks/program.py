@@ -16,7 +16,7 @@ import torch
 import torchvision
 
 import hookdrop
-from hookdrop.kernels import native
+from hookdrop.accel import native
 
 MIN_ROUNDS, QUICK_ROUNDS = 12, 3
 Part = Callable[[argparse.Namespace], dict[str, Any]]

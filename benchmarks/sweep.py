@@ -162,20 +162,16 @@ def collect(path: Path, sweep: Sweep, names: Sequence[str]) -> dict[str, Any]:
     order = {name: index for index, name in enumerate(names)}
     found = sorted(records(path, sweep.name), key=lambda record: order.get(record["name"], len(order)))
     machine = machine_info()
+    needing = {rule: {one["family"] for one in found if rule in one.get("rules", ())} for rule in sweep.rules}
     return {
         **({"recipe": sweep.recipe} if sweep.recipe else {}),
         "hardware": machine["cpu"],
         "versions": {"python": machine["python"], **machine["versions"]},
         "kernel": machine["kernel"],
         "totals": totals(found),
-        **({"rules": {rule: _needing(rule, found) for rule in sweep.rules}} if sweep.rules else {}),
+        **({"rules": {rule: sorted(families) for rule, families in needing.items()}} if needing else {}),
         "models": [{key: value for key, value in one.items() if key != "traceback"} for one in found],
     }
-
-
-def _needing(rule: str, found: Sequence[Record]) -> list[str]:
-    """Return the families in which a rule changes something."""
-    return sorted({one["family"] for one in found if rule in one.get("rules", ())})
 
 
 def totals(found: Sequence[Record]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from hookdrop.core.regularizer import Rate, Regularizer
 from hookdrop.core.schedules import *
 from hookdrop.core.spec import InjectionSpec
 from hookdrop.core.text import parse
+from hookdrop.kernels import accelerators as _accelerators
 from hookdrop.training.seeding import seed_per_rank
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ _parts.PARTS.places.update(
     samples="hookdrop.measure.prediction:samples",
     siblings="hookdrop.survey.siblings:sibling_warnings",
     survey="hookdrop.survey.facts:LazySurvey",
+)
+_accelerators.PLACES.places.update(
+    cpu="hookdrop.accel.native:ACCELERATOR",
+    cuda="hookdrop.accel.triton_dropblock:ACCELERATOR",
 )
 
 __all__ = [

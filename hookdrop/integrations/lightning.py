@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
@@ -119,9 +119,16 @@ class InjectionCallback(Placement, Callback):
     def _total_steps(self, trainer: Trainer) -> int | None:
         if not any(spec.is_relative for spec in self._specs):
             return None
-        # Read only once, and only if needed: it may create the data loaders.
-        with _without_statistics_epoch(trainer):
+        loop, extended = trainer.fit_loop, trainer.fit_loop.max_epochs
+        # StochasticWeightAveraging has added an epoch without optimizer steps.
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        ends = [each.swa_end + 1 for each in callbacks if isinstance(each, StochasticWeightAveraging)]
+        try:
+            loop.max_epochs = None if extended is None else min([extended, *ends])
+            # Read only once, and only if needed: it may create the data loaders.
             total = trainer.estimated_stepping_batches
+        finally:
+            loop.max_epochs = extended
         if not math.isfinite(total) or total < 1:
             raise InjectionError(
                 "InjectionCallback: a schedule has fractions of the training, but the Trainer does not know its "
@@ -130,18 +137,3 @@ class InjectionCallback(Placement, Callback):
                 "LinearSchedule(steps=1000)"
             )
         return int(total)
-
-
-@contextmanager
-def _without_statistics_epoch(trainer: Trainer) -> Iterator[None]:
-    """Set `max_epochs` to that of the user, if StochasticWeightAveraging has added an epoch without optimizer steps."""
-    loop = trainer.fit_loop
-    extended = loop.max_epochs
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    ends = [each.swa_end + 1 for each in callbacks if isinstance(each, StochasticWeightAveraging)]
-    if extended is not None:
-        loop.max_epochs = min([extended, *ends])
-    try:
-        yield
-    finally:
-        loop.max_epochs = extended

@@ -1,1 +1,1 @@
-"""Drawing and applying masks: seed rates, block geometry, native loops and custom operators."""
+"""Drawing and applying masks: seed rates, block geometry and custom operators."""

@@ -158,11 +158,6 @@ def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
-def three_axes(values: Sequence[int]) -> tuple[int, ...]:
-    """Prepend axes of length 1 up to three axes."""
-    return (*[1] * (3 - len(values)), *values)
-
-
 # --- the seed rate at which blocks cover an expected fraction of a map
 
 GAMMA = ("exact", "paper")

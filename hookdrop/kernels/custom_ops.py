@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hookdrop.core.arguments import as_rate_tensor, rate
 from hookdrop.core.torch_internals import vmap_randomness
-from hookdrop.kernels import drawing, triton_dropblock
+from hookdrop.kernels import drawing
+from hookdrop.kernels.accelerators import ACCELERATORS
 from hookdrop.kernels.blocks import Blocks, gamma_for
 from hookdrop.kernels.masking import apply_mask_no_grad
 from hookdrop.kernels.random_numbers import most_precise_dtype, operator, rand_like, replayed
@@ -42,7 +43,7 @@ def draw_elements(x: Tensor, p: Tensor) -> Tensor:
 def _draw(x: Tensor, p: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`(record, seeds, scale)`: what to drop as bytes, the number of seeds they hold or -1 for one bit per element.
 
-    From the GPU kernels, `scale` are the counters of `triton_dropblock.draw`, unless it is constant.
+    `scale` may be the counters of `Accelerator.draw`.
     """
     *kind, gamma, normalize = settings
     blocks, value = _blocks(x.shape, *kind), rate(p, "p", "DropBlock")
@@ -57,10 +58,11 @@ def _draw_fake(x: Tensor, p: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Te
     blocks = _blocks(x.shape, *kind)
     record = x.new_empty(blocks.packed_size, dtype=torch.uint8)
     seeds = torch.empty((), dtype=torch.int64, device="cpu")
-    if normalize not in ("batch", "sample"):
+    if normalize not in drawing.COUNTED:
         return record, seeds, torch.empty((), dtype=torch.float64, device="cpu")
-    if triton_dropblock.can_draw(blocks, x.device):
-        return record, seeds, x.new_empty(triton_dropblock.counters_size(blocks, normalize), dtype=torch.int64)
+    accelerator = ACCELERATORS[x.device]
+    if accelerator.can_draw(blocks, x.device):
+        return record, seeds, x.new_empty(accelerator.counters_size(blocks, normalize), dtype=torch.int64)
     shape = () if normalize == "batch" else (x.shape[0], *[1] * (x.dim() - 1))
     return record, seeds, x.new_empty(shape, dtype=most_precise_dtype(x.device))
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from hookdrop.core import torch_internals as internals
 from hookdrop.core.arguments import as_rate_tensor
-from hookdrop.kernels import native, triton_dropblock
+from hookdrop.kernels.accelerators import ACCELERATORS
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.masking import keep_scale, scaled
 from hookdrop.kernels.random_numbers import kept_scale, most_precise_dtype, rand, successes, trials
 
-NORMALIZE = ("batch", "sample", "expected", None)
+COUNTED = ("batch", "sample")
+NORMALIZE = (*COUNTED, "expected", None)
 
 
 def draw_elements(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
@@ -33,11 +34,12 @@ def draw_blocks(
 
     With `rows`, masks are in the format of `Blocks.rows`.
     """
-    plain = type(x) in internals.PLAIN_TYPES and internals.functorch_stack() is None
-    if x.device.type == triton_dropblock.DEVICE_TYPE and plain and triton_dropblock.can_draw(blocks, x.device):
-        dropped, counters = triton_dropblock.draw(blocks, seed_rate, normalize, x.device)
-        return dropped, _constant_scale(p, normalize) if counters is None else counters
     static = must_avoid_sync(x)
+    if static and type(x) in internals.PLAIN_TYPES and internals.functorch_stack() is None:
+        accelerator = ACCELERATORS[x.device]
+        if accelerator.can_draw(blocks, x.device):
+            dropped, counters = accelerator.draw(blocks, seed_rate, normalize, x.device)
+            return dropped, counters if normalize in COUNTED else _constant_scale(p, normalize)
     if not static and _sparse(blocks, seed_rate):
         dropped = successes(blocks.places, seed_rate, x.device, blocks.index_dtype)
     else:
@@ -48,14 +50,15 @@ def draw_blocks(
 
 def _scale(dropped: Tensor, blocks: Blocks, p: float, normalize: str | None, rank: int) -> Tensor:
     """The scale that keeps the mean: count / kept count of the batch or of each sample, or a constant."""
-    if normalize == "sample":
-        return kept_scale(blocks.elements_per_sample, _dropped_counts(dropped, blocks), rank)
-    if normalize != "batch":
+    if normalize is None or normalize == "expected":
         return _constant_scale(p, normalize)
-    count = blocks.samples * blocks.elements_per_sample
-    if (covered := native.count_covered(dropped, blocks)) is not None:
-        return as_rate_tensor(count / max(count - covered, 1))
-    return kept_scale(count, _dropped_counts(dropped, blocks).sum(), rank)
+    rows = dropped.dtype == torch.uint8
+    if not rows and (scale := ACCELERATORS[dropped.device].scale_of_seeds(dropped, blocks, normalize)) is not None:
+        return scale
+    lost = blocks.counts(dropped if rows else blocks.rows(dropped))
+    if normalize == "sample":
+        return kept_scale(blocks.elements_per_sample, lost, rank)
+    return kept_scale(blocks.samples * blocks.elements_per_sample, lost.sum(), rank)
 
 
 def _constant_scale(p: float, normalize: str | None) -> Tensor:
@@ -87,14 +90,6 @@ def must_avoid_sync(x: Tensor) -> bool:
     return internals.dispatch_modes() > 0 and internals.is_proxy_tracing()
 
 
-def _dropped_counts(dropped: Tensor, blocks: Blocks) -> Tensor:
-    """int64 (samples,): the number of elements of each sample that the seeds or rows drop."""
-    if dropped.dtype == torch.uint8:
-        return blocks.counts(dropped)
-    counts = torch.zeros(blocks.samples, dtype=torch.int64, device=dropped.device)
-    return blocks.counts(blocks.rows(dropped)) if native.count_covered(dropped, blocks, counts) is None else counts
-
-
 def drop_blocks_in_vmap(
     x: Tensor, p: Tensor, seed_rate: Tensor, edges: list[int], channel: int, per_channel: bool, normalize: str | None
 ) -> Tensor:
@@ -105,7 +100,7 @@ def drop_blocks_in_vmap(
     seeds = (rand(places, most_precise_dtype(x.device), x.device) < seed_rate).float()
     pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(edges) - 1]
     dropped = pool(F.pad(seeds, [edge - 1 for edge in reversed(edges) for _ in range(2)]), edges, stride=1) != 0.0
-    if normalize in ("batch", "sample"):
+    if normalize in COUNTED:
         # Not 0-d: PyTorch would round the scale to a low precision before multiplying.
         lost = dropped.view(1 if normalize == "batch" else x.shape[0], -1).sum(1)
         x = scaled(x, kept_scale(dropped.numel() // lost.numel(), lost, x.dim()))

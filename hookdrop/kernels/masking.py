@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from hookdrop.core.torch_internals import forward_ad_level, functorch_stack, has_storage, is_zero_tensor
-from hookdrop.kernels import native, triton_dropblock
+from hookdrop.kernels.accelerators import ACCELERATORS
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.random_numbers import rand
 
@@ -23,21 +23,15 @@ def apply_mask_no_grad(x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks
     """Return `x * scale` with zeros where `dropped`, even for NaN and infinity. It is not differentiable.
 
     `dropped` is a bool mask that broadcasts to `x`, or, of `blocks`, the integer seeds or `Blocks.packed` in uint8.
-    `scale` is 0-d, or one scale per sample; with a packed mask also the counters of `triton_dropblock.draw`.
+    `scale` is 0-d, or one scale per sample; with a packed mask also the counters of `Accelerator.draw`.
     """
-    if blocks is not None and dropped.dtype == torch.uint8:
-        if (y := triton_dropblock.mask(x, dropped, scale, blocks)) is not None:
-            return y
-        (dropped, scale), blocks = _as_mask(dropped, scale, blocks), None
-    y = native.mask_elements(x, dropped, scale) if blocks is None else native.mask_blocks(x, dropped, scale, blocks)
-    if y is not None:
-        return y
+    if (masked := ACCELERATORS[x.device].mask(x, dropped, scale, blocks)) is not None:
+        return masked
+    if dropped.dtype == torch.uint8:
+        return apply_mask_no_grad(x, *_as_mask(dropped, scale, blocks))
     y, writable = scaled(x, scale), has_storage(x) and not is_zero_tensor(x)
-    if blocks is not None and writable:
-        if native.zero_(y, dropped, blocks):
-            return y
-        if blocks.channels == y.shape[blocks.channel]:
-            return blocks.zero_(y, dropped)
+    if writable and blocks is not None and blocks.channels == y.shape[blocks.channel]:
+        return blocks.zero_(y, dropped)
     mask, _ = _as_mask(dropped, scale, blocks)
     if not writable:
         return y.masked_fill(mask, 0.0)
@@ -62,7 +56,9 @@ def _as_mask(dropped: Tensor, scale: Tensor, blocks: Blocks | None) -> tuple[Ten
     if blocks is None:
         return dropped, scale
     if dropped.dtype == torch.uint8:
-        return triton_dropblock.unpacked(dropped, scale, blocks)
+        if scale.dtype == torch.int64:
+            scale = ACCELERATORS[scale.device].scale_of_counters(scale, blocks)
+        return blocks.mask(blocks.unpacked(dropped)), scale
     return blocks.mask(blocks.rows(dropped)), scale
 
 

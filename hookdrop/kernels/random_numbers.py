@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from hookdrop.core import torch_internals as internals
 from hookdrop.core.errors import InjectionError
-from hookdrop.kernels import native
+from hookdrop.kernels.accelerators import ACCELERATORS
 
 Drawn = TypeVar("Drawn")
 
@@ -112,7 +112,8 @@ def successes(trials: int, p: float, device: torch.device, dtype: torch.dtype = 
         return torch.empty(0, dtype=dtype, device=device)
     batch = int(trials * p + 8.0 * math.sqrt(trials * p) + 16.0)
     logs = _logs(batch, device)
-    if (found_at := native.success_positions(logs, math.log1p(-p), trials, dtype)) is not None:
+    found_at = ACCELERATORS[device].successes(logs, math.log1p(-p), trials, dtype)
+    if found_at is not None:
         return found_at
     at = _gaps(logs, p).cumsum_(0)
     while (found := int(torch.count_nonzero(at <= trials))) == len(at):

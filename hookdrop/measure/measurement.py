@@ -23,7 +23,7 @@ from hookdrop.core.sink import RateSink
 from hookdrop.core.tables import some, text_table
 from hookdrop.core.tensor_tree import tensors
 from hookdrop.guards.problems import check_first_shape
-from hookdrop.measure.observing import Record, dropped_elements, require_values
+from hookdrop.measure.observing import Record, dropped_elements, require_values, total
 from hookdrop.methods.dropout_sinks import DropoutSink
 from hookdrop.regularizers import Penalty
 from hookdrop.survey.isolation import call, restored_after, set_modes, uncompiled
@@ -33,17 +33,12 @@ from hookdrop.survey.isolation import call, restored_after, set_modes, uncompile
 class Effect:
     """What regularizers did, at one site or at all."""
 
-    calls: int = 0
-    """The number of tensors that were regularized."""
+    calls: int = 0  #: The number of tensors that were regularized.
     elements: int = 0
-    zeroed: float = 0.0
-    """The number of input elements that the output does not depend on."""
-    asked_of_all: float = 0.0
-    """The rate of each call, times its number of elements."""
-    asks: int = 0
-    """The number of calls in which a rate says what to expect."""
-    droppable: int = 0
-    """The number of elements in calls that show which elements they drop."""
+    zeroed: float = 0.0  #: The number of input elements that the output does not depend on.
+    asked_of_all: float = 0.0  #: The rate of each call, times its number of elements.
+    asks: int = 0  #: The number of calls in which a rate says what to expect.
+    droppable: int = 0  #: The number of elements in calls that show which elements they drop.
     magnitude_in: float = 0.0
     magnitude_out: float = 0.0
 
@@ -93,14 +88,14 @@ class Measurement(Effect):
         drops = dropped is not None
         # The p of `Cutout`, for example, is not the fraction of dropped elements.
         asked = rate if hook.rate.kind == "drop" or not drops else None
-        zeroed = 0.0 if dropped is None else _total(dropped.sum())
+        zeroed = 0.0 if dropped is None else total(dropped.sum())
         # A branch that runs on some samples has no output for the others.
         some_rows = isinstance(hook, SiteHook) and "rows" in hook.regularizer.needs and dropped is not None
         of_all = x.numel() / max(x.numel() - zeroed, 1.0) if some_rows else 1.0
-        magnitude_in = of_all * _total(x.detach().abs().sum(dtype=torch.float64))
+        magnitude_in = of_all * total(x.detach().abs().sum(dtype=torch.float64))
         # Per element: some regularizers remove elements.
         share = x.numel() / y.numel() if y.numel() else 1.0
-        magnitude_out = share * _total(y.detach().abs().sum(dtype=torch.float64))
+        magnitude_out = share * total(y.detach().abs().sum(dtype=torch.float64))
         asks, asked_of_all = asked is not None, (asked or 0.0) * x.numel()
         if hook.at == "scores":  # they have no mean to keep
             magnitude_in = magnitude_out = math.nan
@@ -118,11 +113,6 @@ class Measurement(Effect):
         if self.eval_identical is not None:
             lines.append(f"eval output {'' if self.eval_identical else 'NOT '}bit-identical with and without hooks")
         return "\n".join([*lines, self.note] if self.note else lines)
-
-
-def _total(number: Tensor) -> float:
-    """Convert to a float, summed over all ranks: a sum over a `DTensor` is partial on each rank."""
-    return float(number.full_tensor() if hasattr(number, "full_tensor") else number)
 
 
 @contextmanager
@@ -198,6 +188,20 @@ def without_bookkeeping(model: nn.Module) -> Iterator[None]:
             hook.called, hook.trained, hook.last_shape, hook.listeners = mark
         for live, saved in lives.items():
             live.checkpointed, live.trained = saved
+
+
+@contextmanager
+def measured_gradients(model: nn.Module) -> Iterator[None]:
+    """Allow a forward and backward pass without side effects, in which no gradient of a parameter is computed."""
+    inner = unwrapped(model)
+    trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
+    inner.requires_grad_(False)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), without_bookkeeping(model), restored_after(inner):
+            yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def probe(model: nn.Module, sinks: Sequence[RateSink], x: Any, forwards: int) -> Measurement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,18 +21,18 @@ regularizer has none; `dropped` is True where the output does not depend on the 
 
 def dropped_elements(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return where the result of `fn` does not depend on `x`, and leave the RNG state."""
-    with forked_rng(x):
-        return _derivative(fn, x) == 0
-
-
-def _derivative(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     # Hide these saved tensors from a surrounding activation checkpoint, which counts them.
     uncounted = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-    with torch.inference_mode(False), torch.enable_grad(), uncounted:
+    with forked_rng(x), torch.inference_mode(False), torch.enable_grad(), uncounted:
         twin = x.detach().clone().requires_grad_()
         out = fn(twin)
         grad = torch.autograd.grad(out.sum(), twin, allow_unused=True)[0] if out.requires_grad else None
-    return torch.zeros_like(x) if grad is None else grad
+    return torch.ones_like(x, dtype=torch.bool) if grad is None else grad == 0
+
+
+def total(x: Any) -> float:
+    """Convert a number to a float, summed over all ranks: a sum over a `DTensor` is partial on each rank."""
+    return float(x.full_tensor() if hasattr(x, "full_tensor") else x)
 
 
 def require_values(x: Tensor) -> None:

@@ -57,8 +57,7 @@ class _Seen(TorchFunctionMode):
         """Those whose module only drops: its forward is one call, however it drops."""
         self.constants: dict[tuple[nn.Module, str, float], DropoutSink] = {}
         """Those whose rate is in the code, by the module, the function and the rate."""
-        self._running: list[nn.Module] = []
-        """The modules with such drops, and those inside them."""
+        self._running: list[nn.Module] = []  # the modules with such drops, and those inside them
 
     def begin(self, module: nn.Module, *_: Any) -> None:
         self._running.append(module)
@@ -90,14 +89,9 @@ class _Seen(TorchFunctionMode):
         op = Op(0, function.__name__.strip("_"), function, args, kwargs, (), None)
         observed = [value for value in (*args, *kwargs.values()) if isinstance(value, ObservedRate)][:1]
         is_drop = op.name in DROPOUTS or op.name in ATTENTION
-        if observed:
-            sink: DropoutSink | None = observed[0].sink
-        else:
-            sink = (
-                self.constants.get((self._running[-1], op.name, rounded(active_rate(op))))
-                if self._running and is_drop
-                else None
-            )
+        sink: DropoutSink | None = observed[0].sink if observed else None
+        if not observed and self._running and is_drop:
+            sink = self.constants.get((self._running[-1], op.name, rounded(active_rate(op))))
         if sink is None:
             return function(*args, **kwargs)
 

@@ -21,6 +21,7 @@ from hookdrop.core.regularizer import rows_alone
 from hookdrop.core.selection import unwrapped
 from hookdrop.core.sink import RateSink
 from hookdrop.core.tensor_tree import describe, map_leaves
+from hookdrop.survey.isolation import eval_mode
 
 # --- statistics
 
@@ -43,8 +44,7 @@ class Prediction:
     mutual_information: Tensor | None
     """The entropy of the mean minus the mean entropy of the samples, in nats, at least 0: the uncertainty that comes
     from the model (BALD). It has the shape of `entropy`."""
-    samples: int
-    """The number of samples."""
+    samples: int  #: The number of samples.
 
     def __repr__(self) -> str:
         averages = {"std": self.variance.sqrt(), "entropy": self.entropy, "mutual information": self.mutual_information}
@@ -221,8 +221,6 @@ def predict(
     call: Callable[..., Any] | None,
 ) -> Prediction:
     """Sample `model` on `data` inside `sampling`, which activates `sinks`. See `Injection.predict`."""
-    from hookdrop.survey.isolation import eval_mode  # only a prediction needs it
-
     if count(samples, "samples", "predict") == 1:
         raise ValueError(
             "predict: samples must be at least 2, got 1: one sample has no variance.\n"
@@ -264,8 +262,6 @@ def samples(
     call: Callable[..., Any] | None,
 ) -> Iterator[Any]:
     """See `Injection.samples`. Each sample enters its own contexts, so that the caller's code runs outside of them."""
-    from hookdrop.survey.isolation import eval_mode
-
     (inputs,) = _read_batches(model, batch if isinstance(batch, Tensor | tuple | Mapping) else (batch,), call)
 
     def sample() -> Any:

@@ -20,6 +20,7 @@ from hookdrop.core.tensor_tree import detached_copy
 from hookdrop.core.torch_internals import graph_task
 from hookdrop.measure.figures import Rows, blocks_figure
 from hookdrop.measure.measurement import Measurement, measured_into, why_idle
+from hookdrop.measure.observing import total
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,23 +30,18 @@ if TYPE_CHECKING:
 class Record:
     """One call of one site: detached copies, all of the same shape."""
 
-    before: Tensor
-    """The input."""
+    before: Tensor  #: The input.
     mask: Tensor
     """bool; True where the output depends on the input. All True for regularizers that drop nothing, such as noise."""
-    after: Tensor
-    """The output."""
-    p: float | None
-    """The rate of the call; None if the regularizer has none."""
+    after: Tensor  #: The output.
+    p: float | None  #: The rate of the call; None if the regularizer has none.
     regularizer: str
-    drops: bool = True
-    """Whether the regularizer drops elements."""
+    drops: bool = True  #: Whether the regularizer drops elements.
 
     @property
     def dropped(self) -> float:
         """The fraction of dropped elements; 0 for regularizers that drop nothing."""
-        mask = self.mask.full_tensor() if hasattr(self.mask, "full_tensor") else self.mask
-        return 1.0 - float(mask.float().mean()) if mask.numel() else 0.0
+        return 1.0 - total(self.mask.float().mean()) if self.mask.numel() else 0.0
 
     def __repr__(self) -> str:
         dropped = f", dropped {self.dropped:.3f}" if self.drops else ""
@@ -57,8 +53,7 @@ class Recording(Mapping[str, Record]):
 
     def __init__(self, hooks: Sequence[RateSink], last: int = 1, to: CopyDevice = None) -> None:
         self.name = ", ".join(dict.fromkeys(hook.state.name for hook in hooks))
-        self.totals = Measurement(hooks)
-        """What was measured in all calls: rates, dropped fractions, mean ratios."""
+        self.totals = Measurement(hooks)  #: What was measured in all calls: rates, dropped fractions, mean ratios.
         torch.empty(0, device=to)  # an unknown device raises before the first forward
         self._last, self._to = count(last, "last", "recording", 0), to
         self._records: dict[str, deque[Record]] = {site: deque(maxlen=self._last) for site in self.totals.sites}

@@ -19,8 +19,8 @@ from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import describe, detached_copy, tensors
 from hookdrop.extras import needs
 from hookdrop.measure.figures import SCALE, as_images, get_figure
-from hookdrop.measure.measurement import without_bookkeeping
-from hookdrop.survey.isolation import restored_after, uncompiled
+from hookdrop.measure.measurement import measured_gradients
+from hookdrop.survey.isolation import uncompiled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,10 +86,7 @@ def _maps_and_classes(model: nn.Module, x: Tensor, layer: Entries, target: Targe
 
     classes: list[int] | None = None if target is None else torch.as_tensor(target).expand(len(x)).tolist()
     model = unwrapped(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    grad = torch.enable_grad()
-    with torch.inference_mode(False), grad, without_bookkeeping(model), restored_after(model), uncompiled():
-        model.requires_grad_(False)
+    with measured_gradients(model), uncompiled():
         cam = pytorch_grad_cam.GradCAM(_Classifier(model), [module], reshape_transform=to_map)
         try:
             # Some models modify their input in place, which PyTorch forbids for a leaf that requires gradients.
@@ -108,8 +105,6 @@ def _maps_and_classes(model: nn.Module, x: Tensor, layer: Entries, target: Targe
                 )
         finally:
             cam.activations_and_grads.release()
-            for parameter in trained:
-                parameter.requires_grad_(True)
     if not maps.any():
         warn(
             f"the maps at {name!r} are 0 everywhere: no positive evidence for this class at this layer.\n"

@@ -14,9 +14,9 @@ from hookdrop.core.handle import Injection
 from hookdrop.core.selection import Entries, unwrapped
 from hookdrop.core.tables import text_table
 from hookdrop.core.tensor_tree import first_tensor, map_tensor
-from hookdrop.measure.measurement import why_idle, without_bookkeeping
+from hookdrop.measure.measurement import measured_gradients, why_idle
 from hookdrop.observe.capturing import Seen, capture
-from hookdrop.survey.isolation import call, restored_after
+from hookdrop.survey.isolation import call
 
 KINDS = ("output", "gradient")
 
@@ -53,23 +53,17 @@ def compare(
     if not isinstance(drop, Injection):
         raise TypeError(f"compare: drop must be an Injection, got {type(drop).__name__}.\n  compare(model, x, drop)")
     inner, runs, idle = unwrapped(model), list[capture](), ""
-    trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
-    try:
-        inner.requires_grad_(False)  # no gradient of a parameter is computed
-        for context in (nullcontext(), drop.disabled()):
-            with torch.inference_mode(False), torch.enable_grad(), without_bookkeeping(model), restored_after(inner):
-                for module in [] if inner.training else inner.modules():
-                    module.training = True
-                with context, _Run(inner, layers, exclude) as seen:
-                    if (total := loss(call(inner, x))).requires_grad:
-                        torch.autograd.backward(total)
-                sink = drop._sinks[0]
-                acts = sink.state.on and sink.p != sink.rate.neutral and getattr(sink, "called", True)
-                idle = idle or ("it changes nothing in these layers" if acts else why_idle(sink))
-            runs.append(seen)
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+    for context in (nullcontext(), drop.disabled()):
+        with measured_gradients(model):
+            for module in [] if inner.training else inner.modules():
+                module.training = True
+            with context, _Run(inner, layers, exclude) as seen:
+                if (total := loss(call(inner, x))).requires_grad:
+                    torch.autograd.backward(total)
+            sink = drop._sinks[0]
+            acts = sink.state.on and sink.p != sink.rate.neutral and getattr(sink, "called", True)
+            idle = idle or ("it changes nothing in these layers" if acts else why_idle(sink))
+        runs.append(seen)
     pairs = {name: (runs[0][name], runs[1][name]) for name in runs[0] if name in runs[1]}
     found = Comparison({name: Difference(*(_relative(kind, *pair) for kind in KINDS)) for name, pair in pairs.items()})
     if all(value == 0.0 for difference in found.values() for value in difference):

@@ -20,6 +20,7 @@ from hookdrop.core.tables import text_table
 from hookdrop.core.tensor_tree import TensorKey
 from hookdrop.core.torch_internals import parameters_of
 from hookdrop.measure.figures import channel_axis, get_figure
+from hookdrop.measure.observing import total
 from hookdrop.observe.watch import Receiver, Tensors, Watch
 from hookdrop.survey.isolation import forked_rng
 
@@ -181,19 +182,19 @@ class statistics(Watch[LayerStatistics]):
         if self._steps[optimizer] % self.every == 0:
             trained = [p for p in params if p in self._parameters and p.requires_grad]
             self._old[optimizer] = {p: p.detach().clone() for p in trained}
-            if not _closure(args, kwargs):  # some optimizers delete the gradients
-                self._norms |= {p: [_norm(p.grad)] for p in trained if p.grad is not None}
+            self._norms |= {p: [_norm(p.grad)] for p in trained if p.grad is not None}
         self._steps[optimizer] += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for p, old in self._old.pop(optimizer, {}).items():
-            known = [_norm(p.grad)] if _closure(args, kwargs) and p.grad is not None else self._norms.get(p, [])[:1]
+            # A closure computes gradients inside the step; some optimizers delete them there.
+            known = self._norms.get(p, [])[:1] if p.grad is None else [_norm(p.grad)]
             if known:
                 self._norms[p] = [*known, _norm(p), _norm(old.sub_(p.detach()))]
 
     def value(self, name: str) -> LayerStatistics:
         sums: _Sums = self.seen[name]
-        norms = [list(map(_number, self._norms[p])) for p in self._inside[name] if len(self._norms.get(p, ())) == 3]
+        norms = [list(map(total, self._norms[p])) for p in self._inside[name] if len(self._norms.get(p, ())) == 3]
         return sums.result([math.hypot(*column) for column in zip(*norms, strict=True)])
 
     def metrics(self) -> dict[str, float]:
@@ -303,11 +304,11 @@ class _Sums:
         alive = [torch.as_tensor(one.alive) for one in units]
         saturated = [(one.alive & (10 * one.stuck >= 9 * one.values)).sum() for one in units if self.bounds]
         numbers = (self.mean, (self.squares / elements) ** 0.5, self.largest, self.zeros / elements)
-        dead = sum(one.numel() - int(_number(one.sum())) for one in alive)
-        finite = int(_number(self.gradients))
-        facts: list[Any] = [self.samples, *map(_number, numbers), sum(self.units), dead]
-        facts += [int(sum(map(_number, saturated))), int(_number(self.not_finite))]
-        facts += [_number(self.gradient) / finite if finite else None, self.backwards - finite]
+        dead = sum(one.numel() - int(total(one.sum())) for one in alive)
+        finite = int(total(self.gradients))
+        facts: list[Any] = [self.samples, *map(total, numbers), sum(self.units), dead]
+        facts += [int(sum(map(total, saturated))), int(total(self.not_finite))]
+        facts += [total(self.gradient) / finite if finite else None, self.backwards - finite]
         return LayerStatistics(*facts, *(norms or (None, None, None)))
 
 
@@ -320,18 +321,9 @@ class _Units:
     stuck: Any = 0  # how many values were near a bound of the activation
 
 
-def _closure(args: Any, kwargs: Any) -> Any:
-    """Return the function that computes the gradients inside an optimizer step, if there is one."""
-    return (*args[1:], kwargs.get("closure"))[0]
-
-
 def _norm(x: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(x.detach(), dtype=torch.promote_types(x.dtype, torch.float32))
     return norm
-
-
-def _number(x: Any) -> float:
-    return float(x.full_tensor() if hasattr(x, "full_tensor") else x)
 
 
 def _bounds(module: nn.Module) -> tuple[float, float] | None:

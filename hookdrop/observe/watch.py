@@ -35,10 +35,8 @@ class Watch(Mapping[str, Value], Generic[Value]):
     not seen again. Compiled code runs uncompiled inside.
     """
 
-    every = 1
-    """How many forwards of the model there are for each one that is looked at."""
-    selects_input = False
-    """Whether `tensor` selects from the inputs, and not from the outputs."""
+    every = 1  #: How many forwards of the model there are for each one that is looked at.
+    selects_input = False  #: Whether `tensor` selects from the inputs, and not from the outputs.
 
     def __init__(self, model: nn.Module, layers: Entries, exclude: Entries | None, tensor: TensorKey) -> None:
         compiling.raise_if_tracing("observe")
@@ -48,8 +46,7 @@ class Watch(Mapping[str, Value], Generic[Value]):
         self._forwards: Counter[bool] = Counter()  # of the whole model, in eval and in training mode
         self._calls: Counter[tuple[str, bool]] = Counter()
         self._hooks: ExitStack | None = None
-        self._keys, self._pending = itertools.count(), dict[int, RemovableHandle]()
-        """The hooks on tensors whose gradient has not arrived."""
+        self._keys, self._pending = itertools.count(), dict[int, RemovableHandle]()  # of gradients to come
 
     def before(self, name: str, found: Tensors) -> None:
         """Receive the input of a layer."""

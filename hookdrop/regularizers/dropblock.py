@@ -14,7 +14,8 @@ from hookdrop.core import torch_internals as internals
 from hookdrop.core.arguments import as_rate_tensor, count, floating, given_channel_axis, one_of
 from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.regularizer import DropRegularizer, P, Rate, Regularizer, describe_map, nhwc_warnings
-from hookdrop.kernels import custom_ops, triton_dropblock
+from hookdrop.kernels import custom_ops
+from hookdrop.kernels.accelerators import ACCELERATORS
 from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
 from hookdrop.kernels.drawing import NORMALIZE, draw_blocks
 from hookdrop.kernels.masking import apply_mask
@@ -69,7 +70,7 @@ def _drop_block(x: Tensor, p: float | Tensor, *settings: Any) -> Tensor:
                 "  hook a layer whose output is local (use_local_output=True), or use Dropout or DropPath."
             )
     # A mode such as fake tensors sees operators only, not the launches of kernels.
-    opaque = internals.dispatch_modes() > 0 and triton_dropblock.usable(x.device)
+    opaque = internals.dispatch_modes() > 0 and ACCELERATORS[x.device].can_draw(blocks, x.device)
     if opaque or (internals.functorch_stack() is not None and {*internals.vmap_randomness()} - {"same"}):
         geometry = blocks.blocks, blocks.channel, per_channel
         return custom_ops.drop_block(x, as_rate_tensor(p), *geometry, gamma, normalize)

@@ -189,8 +189,7 @@ class RegularizerChecks:
     def _context(self, x: Tensor) -> dict[str, Any]:
         """What the regularizer needs besides its tensor."""
         needs, place = self._one.needs, self._one.samples
-        found: dict[str, Any] = {"layer_input": torch.zeros_like(x)} if "layer_input" in needs else {}
-        found |= {"start": torch.zeros_like(x)} if "start" in needs else {}
+        found: dict[str, Any] = {need: torch.zeros_like(x) for need in ("layer_input", "start") if need in needs}
         return found | ({"samples": SampleRows(*place[1:], x.shape[place[1]])} if "samples" in needs and place else {})
 
     def _seeded(self, x: Tensor, *settings: Any) -> Tensor:

@@ -8,8 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import launches
+from hookdrop.accel import triton_dropblock
 from hookdrop.functional import drop_block
-from hookdrop.kernels import custom_ops, triton_dropblock
+from hookdrop.kernels import custom_ops
+from tests.support.tensors import accelerate
 
 pytestmark = pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 needs CUDA for fake CUDA tensors")
 
@@ -60,5 +62,5 @@ def test_the_counter_sees_every_operation_except_views_and_allocations() -> None
 
 
 def test_without_triton_drop_block_launches_many_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_dropblock, "usable", lambda device: False)
+    accelerate(monkeypatch, "cuda")
     assert launches.forward(launches.FUNCTIONS["hookdrop batch"]).launches > 20

@@ -17,9 +17,9 @@ import speed
 import timing
 import train_step
 from hookdrop import Dropout, inject
+from hookdrop.accel import native
 from hookdrop.core.arguments import number
 from hookdrop.core.hook import SiteHook
-from hookdrop.kernels import native as kernel
 from speed import PAIRS, saved_bytes
 from tests.benchmarks.test_calls import count_calls
 from tests.support.models import Small
@@ -36,14 +36,14 @@ def test_all_parts_are_printed_and_written(tmp_path: Path, capsys: pytest.Captur
     assert speed.main([*settings, "--json", str(tmp_path / "results.json")]) == 0
     text, results = capsys.readouterr().out, json.loads((tmp_path / "results.json").read_text())
     machine, names = results["machine"], list(peers.implementations())
-    assert (machine["threads"], machine["kernel"]) == (1, kernel.available())
+    assert (machine["threads"], machine["kernel"]) == (1, native.available())
     assert set(machine["versions"]) == {"hookdrop", "torch", "torchvision", "timm"}
     assert results["settings"]["shapes"] == SHAPES
     for shape in SHAPES:
         found = results["main"][shape]
         assert list(found["times"]) == names
         assert list(found["ratios"])[: len(PAIRS)] == [" / ".join(pair) for pair in PAIRS]
-        assert len(found["ratios"]) == len(PAIRS) * (2 if kernel.available() else 1) + len(names) - 1
+        assert len(found["ratios"]) == len(PAIRS) * (2 if native.available() else 1) + len(names) - 1
         assert all(0 < one["low"] <= one["median"] <= one["high"] for one in found["ratios"].values())
     assert len(results["blocks"][SHAPES[-1]]["ratios"]) == 2
     assert list(results["small"]) == ["4x16x7x7", "16x8x7x7", "8x64x7x7", "8x64x14x14"]

@@ -17,7 +17,7 @@ import hookdrop
 from tests.support.programs import ROOT
 
 ADDRESS = "https://example.org/someone/hookdrop"
-LIBRARY = "hookdrop/kernels/_blocks.native"
+LIBRARY = "hookdrop/accel/_blocks.native"
 
 
 def run(folder: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import DropBlock, Dropout, GaussianNoise, inject, testing
-from hookdrop.kernels import triton_dropblock
+from hookdrop.accel import triton_dropblock
 from tests.support.models import Small, from_timm, from_torchvision, toy
 
 IMAGES = torch.zeros(2, 3, 16, 16)

@@ -6,9 +6,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from hookdrop.kernels.accelerators import ACCELERATORS, Accelerator
 
 HALF = [torch.bfloat16, torch.float16]
 """Low-precision dtypes."""
@@ -76,3 +79,9 @@ def captured(model: nn.Module, *names: str) -> Iterator[dict[str, list[Tensor]]]
         for name in names:
             handles.enter_context(model.get_submodule(name).register_forward_hook(partial(keep, name)))
         yield seen
+
+
+def accelerate(patch: pytest.MonkeyPatch, device: str, accelerator: Accelerator | None = None) -> None:
+    """Use this code on a type of device; by default, PyTorch operations alone."""
+    for name in (device, f"{device}:0"):
+        patch.setitem(ACCELERATORS, torch.device(name), accelerator or Accelerator())

@@ -20,13 +20,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import hookdrop
 from hookdrop import DropBlock, Dropout, DropPath, GaussianDropout, HookdropWarning, LinearSchedule, Mixout, inject
 from hookdrop.functional import drop_path
-from hookdrop.kernels import random_numbers, triton_dropblock
+from hookdrop.kernels import random_numbers
 from hookdrop.observe import grad_cam
 from tests.integration.compile.test_compiled_regularizers import SKIP
 from tests.support.compiling import Net, graphs
 from tests.support.models import Small, toy
 from tests.support.regularizers import OWN, Case
-from tests.support.tensors import styled, zero_fraction
+from tests.support.tensors import accelerate, styled, zero_fraction
 from tests.support.training import gradients_of
 
 # Warnings of PyTorch itself: if a graph takes a tensor with a history or resumes after a break; the other is of 2.6.
@@ -470,7 +470,7 @@ def test_numbers_that_are_not_fused_have_the_right_rate(monkeypatch: pytest.Monk
 def test_draws_on_cuda_are_fused_unless_that_is_faulty(faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On fake tensors. If fused numbers are faulty, every regularizer draws by an operator that cannot be fused."""
     monkeypatch.setattr(random_numbers.internals, "has_faulty_random_kernels", lambda: faulty)
-    monkeypatch.setattr(triton_dropblock, "usable", lambda device: False)
+    accelerate(monkeypatch, "cuda")
     cases = list(ONE_OF_EACH.values()) if faulty else [ONE_OF_EACH[GaussianDropout]]
     drawing: set[Any] = set()
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import hookdrop
 from hookdrop import DropBlock, Dropout, LinearSchedule, Masksembles, find, inject
-from hookdrop.kernels import native as kernel
+from hookdrop.accel import native
 from tests.support.models import Small
 from tests.support.programs import ROOT, run_code
 from tests.support.ranks import run_ranks
@@ -229,7 +229,7 @@ def test_adding_a_regularizer_takes_one_module_and_two_registrations(tmp_path: P
     run_code(USED, *flags, env={**os.environ, "PYTHONPATH": paths}, cwd=tmp_path)
 
 
-SOURCE = Path(kernel.__file__).with_name("_blocks.c")
+SOURCE = Path(native.__file__).with_name("_blocks.c")
 COMPILER = shutil.which("gcc") or shutil.which("clang")
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="neither gcc nor clang")
@@ -243,11 +243,11 @@ def compiled(source: Path, library: Path, *flags: str) -> subprocess.CompletedPr
 @needs_compiler
 def test_library_of_another_version_is_ignored(tmp_path: Path) -> None:
     """Its functions take other arguments."""
-    source = f"#include <stdint.h>\nint64_t hookdrop_interface(void) {{ return {kernel._INTERFACE + 1}; }}"
+    source = f"#include <stdint.h>\nint64_t hookdrop_interface(void) {{ return {native._INTERFACE + 1}; }}"
     (tmp_path / "other.c").write_text(source)
     built = compiled(tmp_path / "other.c", tmp_path / "library", "-shared", "-fPIC")
     assert built.returncode == 0, built.stderr
-    assert kernel._load(tmp_path / "library") is None
+    assert native._load(tmp_path / "library") is None
 
 
 @needs_compiler
@@ -280,7 +280,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hookdrop.kernels.triton_kernels import draw_kernel, mask_kernel
+from hookdrop.accel.triton_kernels import draw_kernel, mask_kernel
 
 def compile(kernel, types, **constants):
     types = {"bits": "*i32", "state": "*i64", "rate": "i64", "scale": "fp32", "count": "i64"} | types

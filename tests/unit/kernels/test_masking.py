@@ -9,8 +9,9 @@ from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from hookdrop.accel import native
 from hookdrop.functional import drop_block, dropout
-from hookdrop.kernels import native as kernel
+from tests.support.tensors import accelerate
 
 NORMALIZE = ["batch", "sample", "expected", None]
 
@@ -25,8 +26,8 @@ SETTINGS = [
 @pytest.fixture(params=["compiled loops", "PyTorch alone"], autouse=True)
 def with_and_without_compiled_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "PyTorch alone":
-        monkeypatch.setattr(kernel, "_library", None)
-    elif not kernel.available():
+        accelerate(monkeypatch, "cpu")
+    elif not native.available():
         pytest.skip("the compiled loops were not built")
 
 

@@ -7,8 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from hookdrop.functional import drop_block
-from hookdrop.kernels import random_numbers, triton_dropblock
+from hookdrop.kernels import random_numbers
 from tests.support.regularizers import EVERY, Case
+from tests.support.tensors import accelerate
 
 pytestmark = pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.13 needs a CUDA device for fake tensors")
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.skipif(torch.__version__ < (2, 14), reason="PyTorch 2.1
 @pytest.fixture(autouse=True)
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Test PyTorch's operations. tests/benchmarks/test_launches.py runs the operators of the kernels on fake tensors."""
-    monkeypatch.setattr(triton_dropblock, "usable", lambda device: False)
+    accelerate(monkeypatch, "cuda")
 
 
 SYNC_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)

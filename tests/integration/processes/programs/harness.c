@@ -1,4 +1,4 @@
-/* Random geometries for the loops in hookdrop/kernels/_blocks.c, which is SOURCE: run under sanitizers by ../test_processes.py. */
+/* Random geometries for the loops in hookdrop/accel/_blocks.c, which is SOURCE: run under sanitizers by ../test_processes.py. */
 #include SOURCE
 #include <stdio.h>
 

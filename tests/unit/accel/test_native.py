@@ -14,42 +14,31 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hookdrop import functional
+from hookdrop.accel import native
+from hookdrop.accel.native import has_plain_memory
 from hookdrop.functional import drop_block, dropout
-from hookdrop.kernels import masking
-from hookdrop.kernels import native as kernel
+from hookdrop.kernels import drawing, masking
+from hookdrop.kernels.accelerators import ACCELERATORS, Accelerator
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.random_numbers import successes
-from tests.support.tensors import Operations
+from tests.support.tensors import Operations, accelerate
 from tests.support.training import seeded
 
 needs_kernel = pytest.mark.skipif(
-    not kernel.available(), reason="the compiled loops are not built (no C compiler) or disabled (HOOKDROP_KERNEL=0)"
+    not native.available(), reason="the compiled loops are not built (no C compiler) or disabled (HOOKDROP_KERNEL=0)"
 )
-LIBRARY = Path(kernel.__file__).with_name("_blocks.native")
+LIBRARY = Path(native.__file__).with_name("_blocks.native")
+LOOPS = native.ACCELERATOR
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 FUSED = FLOATS[:2]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def counts(seeds: Tensor, blocks: Blocks) -> Tensor | None:
-    """The counts of each sample, checked to be the same for int32 and int64 seeds and in total."""
-    of_each = torch.zeros(blocks.samples, dtype=torch.int64)
-    covered = kernel.count_covered(seeds, blocks, of_each)
-    if covered is None:
-        return None
-    narrow = torch.zeros_like(of_each)
-    again = kernel.count_covered(seeds, blocks), kernel.count_covered(seeds.int(), blocks, narrow)
-    assert (covered, covered) == again
-    assert covered == of_each.sum()
-    assert torch.equal(narrow, of_each)
-    return of_each
-
-
 @contextmanager
 def pytorch_only() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_library", None)
-        assert not kernel.available()
+        accelerate(patch, "cpu")
+        assert not native.available()
         yield
 
 
@@ -142,11 +131,14 @@ def test_bool_masks_are_bitwise_equal(case: tuple[Tensor, Blocks, Tensor, Tensor
 @given(case=cases(widest=200), count=st.sampled_from([1, 2, 8]))
 def test_counts_are_equal(case: tuple[Tensor, Blocks, Tensor, Tensor], count: int) -> None:
     """Lines of up to 200 elements take four 64-bit words."""
-    _, blocks, seeds, _ = case
-    with threads(count):
-        of_each = counts(seeds, blocks)
-    assert of_each is not None
-    assert torch.equal(of_each, blocks.counts(blocks.rows(seeds)))
+    x, blocks, seeds, _ = case
+    for normalize in ("batch", "sample"):
+        with pytorch_only():
+            expected = drawing._scale(seeds, blocks, 0.1, normalize, x.dim())
+        with threads(count):
+            for these in (seeds.int(), seeds.long()):
+                found = LOOPS.scale_of_seeds(these, blocks, normalize)
+                assert same_bits(found, expected)
 
 
 @needs_kernel
@@ -160,14 +152,11 @@ def test_supported_inputs_use_the_loops(dtype: torch.dtype, shared: bool, memory
     x = torch.randn(2, 4, 9, 9).to(dtype).contiguous(memory_format=memory_format)
     expected = x.clone()
     expected[blocks.mask(blocks.rows(seeds)).expand_as(x)] = 0
-    if dtype in FUSED:
-        assert same_bits(kernel.mask_blocks(x, seeds, one, blocks), expected)
-        dropped = torch.empty_like(x, dtype=torch.bool).copy_(expected == 0)
-        assert same_bits(kernel.mask_elements(x, dropped, one), expected)
-    else:
-        assert kernel.mask_blocks(x, seeds, one, blocks) is None
-    assert kernel.zero_(x, seeds, blocks)
-    assert same_bits(x, expected)
+    masked = LOOPS.mask(x, seeds, one, blocks)
+    assert same_bits(masked, expected)
+    masked = LOOPS.mask(x, torch.empty_like(x, dtype=torch.bool).copy_(expected == 0), one)
+    assert (masked is not None) == (dtype in FUSED)
+    assert masked is None or same_bits(masked, expected)
 
 
 def same_with_and_without_loops(drop: Callable[[Tensor], Tensor], x: Tensor, above: Tensor, count: int) -> None:
@@ -195,10 +184,12 @@ class TrivialSubclass(Tensor):
     """A subclass that adds nothing."""
 
 
-UNSUPPORTED = {
+COPIED = {
     "expanded": lambda: torch.randn(2, 4, 1, 9).expand(2, 4, 9, 9),
     "sliced": lambda: torch.randn(2, 4, 9, 18)[..., ::2],
     "cropped": lambda: torch.randn(2, 4, 11, 11)[..., 1:-1, 1:-1],
+}
+UNSUPPORTED = {
     "transposed": lambda: torch.randn(2, 4, 9, 9).transpose(2, 3),
     "samples inside": lambda: torch.randn(4, 2, 9, 9).transpose(0, 1),
     "a subclass": lambda: torch.randn(2, 4, 9, 9).as_subclass(TrivialSubclass),
@@ -206,11 +197,11 @@ UNSUPPORTED = {
 
 
 @needs_kernel
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_unsupported_layouts_fall_back_to_pytorch(name: str) -> None:
-    x, blocks = UNSUPPORTED[name](), Blocks(2, 4, (9, 9), (3, 3))
+@pytest.mark.parametrize("name", [*COPIED, *UNSUPPORTED])
+def test_unsupported_layouts_are_copied_or_fall_back_to_pytorch(name: str) -> None:
+    x, blocks = (COPIED | UNSUPPORTED)[name](), Blocks(2, 4, (9, 9), (3, 3))
     seeds, scale = some_seeds(blocks, 0.1), torch.tensor(1.5, dtype=torch.float64)
-    assert kernel.mask_blocks(x, seeds, scale, blocks) is None
+    assert (LOOPS.mask(x, seeds, scale, blocks) is None) == (name in UNSUPPORTED)
     dropped = blocks.mask(blocks.rows(seeds))
     expected = torch.where(dropped, 0, x * 1.5)
     assert torch.equal(masking.apply_mask_no_grad(x, seeds, scale, blocks), expected)
@@ -222,9 +213,8 @@ def test_unsupported_layouts_fall_back_to_pytorch(name: str) -> None:
 def test_unsupported_dtypes_fall_back_to_pytorch(dtype: torch.dtype) -> None:
     x, blocks = torch.ones(2, 4, 9, 9).to(dtype), Blocks(2, 4, (9, 9), (3, 3))
     one, seeds = torch.tensor(1.0), some_seeds(blocks, 0.1)
-    assert kernel.mask_blocks(x, seeds, one, blocks) is None
-    assert kernel.mask_elements(x, torch.ones(x.shape, dtype=torch.bool), one) is None
-    assert x.element_size() > 1 or not kernel.zero_(x, seeds, blocks)
+    assert LOOPS.mask(x, seeds, one, blocks) is None
+    assert LOOPS.mask(x, torch.ones(x.shape, dtype=torch.bool), one) is None
 
 
 @needs_kernel
@@ -232,7 +222,7 @@ def test_masks_of_other_shapes_fall_back_to_pytorch() -> None:
     x, one = torch.randn(4, 3, 5, 5), torch.tensor(1.0)
     for shape in [(4, 3, 1, 1), (1, 3, 5, 5), (5, 5), (4, 3, 5, 1)]:
         dropped = torch.rand(shape) < 0.5
-        assert kernel.mask_elements(x, dropped, one) is None
+        assert LOOPS.mask(x, dropped, one) is None
         assert torch.equal(masking.apply_mask_no_grad(x, dropped, one), torch.where(dropped, 0, x))
 
 
@@ -241,35 +231,38 @@ def test_dispatch_modes_disable_the_compiled_loops() -> None:
     """Fake tensors have no memory, and a mode must see every operation."""
     blocks, one = Blocks(2, 4, (9, 9), (3, 3)), torch.tensor(1.0)
     seeds, x = some_seeds(blocks, 0.1), torch.randn(2, 4, 9, 9)
-    assert kernel.has_plain_memory(x)
+    assert has_plain_memory(x)
     with Operations():
-        assert not kernel.has_plain_memory(x)
-        assert kernel.mask_blocks(x, seeds, one, blocks) is None
-        assert counts(seeds, blocks) is None
-        assert not kernel.zero_(x.clone(), seeds, blocks)
+        assert not has_plain_memory(x)
+        assert LOOPS.mask(x, seeds, one, blocks) is None
+        assert LOOPS.scale_of_seeds(seeds, blocks, "batch") is None
         y = drop_block(x, 0.3, 3)
     assert 0 < (y == 0).sum() < y.numel()
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
-        assert not kernel.has_plain_memory(fake)
+        assert not has_plain_memory(fake)
         assert drop_block(fake, 0.3, 3).shape == x.shape
         assert functional.dropout(mode.from_tensor(torch.ones(2**16)), 0.3).shape == (2**16,)
-    assert not kernel.has_plain_memory(fake)
-    assert kernel.has_plain_memory(x)
+    assert not has_plain_memory(fake)
+    assert has_plain_memory(x)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a library", b"\x7fELF" + bytes(200)], ids=str)
 def test_a_missing_or_invalid_library_is_ignored(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "library").write_bytes(content)
-    assert kernel._load(tmp_path / "library") is None
+    assert native._load(tmp_path / "library") is None
 
 
 @needs_kernel
-def test_library_is_loaded_unless_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(kernel._load(LIBRARY), ctypes.CDLL)
+def test_library_is_loaded() -> None:
+    assert isinstance(native._load(LIBRARY), ctypes.CDLL)
+
+
+def test_environment_variable_disables_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOOKDROP_KERNEL", "0")
-    assert kernel._load(LIBRARY) is None
+    for device in ("cpu", "cuda"):
+        assert type(type(ACCELERATORS)()[torch.device(device)]) is Accelerator
 
 
 @needs_kernel
@@ -291,8 +284,8 @@ def test_successes_are_those_of_the_pytorch_operations(trials: int, p: float, dt
 @needs_kernel
 def test_gaps_of_infinite_length_end_the_successes() -> None:
     logs = torch.tensor([-0.5, -math.inf, -0.1], dtype=torch.float64)
-    assert kernel.success_positions(logs, -0.25, 10**9, torch.int64).tolist() == [1]
-    assert kernel.success_positions(logs[:1], -0.25, 10**9, torch.int64) is None
+    assert LOOPS.successes(logs, -0.25, 10**9, torch.int64).tolist() == [1]
+    assert LOOPS.successes(logs[:1], -0.25, 10**9, torch.int64) is None
 
 
 def test_negated_views_and_zero_tensors() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,8 +16,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from hookdrop.core.arguments import as_rate_tensor
 from hookdrop.core.torch_internals import PLAIN_TYPES, dispatch_modes, has_storage, is_tracing, is_zero_tensor
-from hookdrop.kernels.blocks import Blocks, contiguous_strides, three_axes
+from hookdrop.kernels.accelerators import ACCELERATORS, Accelerator
+from hookdrop.kernels.blocks import Blocks, contiguous_strides
+from hookdrop.kernels.masking import HALF, scaled
+from hookdrop.kernels.random_numbers import kept_scale
 
 _INTERFACE = 4
 _SIGNATURES = {  # p: a pointer, w: a 64-bit integer, d: a double
@@ -29,7 +33,7 @@ _SIGNATURES = {  # p: a pointer, w: a 64-bit integer, d: a double
 }
 _KINDS = {"p": ctypes.c_void_p, "w": ctypes.c_int64, "d": ctypes.c_double}
 _FUSED_DTYPES = (torch.float32, torch.float64)
-_SEED_DTYPES = (torch.int32, torch.int64)
+_DTYPES = (*_FUSED_DTYPES, *HALF)
 _HUGE_PAGE_BYTES = 2**22  # from here on, huge pages pay off
 _MAX_PLACES = 2**32  # the seed positions per chunk that `_blocks.c` can address
 _MIN_PARALLEL_ELEMENTS = 2**15  # below, waking other threads costs more than it saves
@@ -38,7 +42,8 @@ _Array: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 
 def available() -> bool:
-    return _library is not None
+    """Whether the loops are in use."""
+    return isinstance(ACCELERATORS[torch.device("cpu")], NativeLoops)
 
 
 def has_plain_memory(x: Tensor) -> bool:
@@ -48,49 +53,48 @@ def has_plain_memory(x: Tensor) -> bool:
     return type(x) in PLAIN_TYPES and not (intercepted or x.is_neg() or is_zero_tensor(x)) and has_storage(x)
 
 
-def _is_supported(x: Tensor) -> bool:
-    return _library is not None and x.is_cpu and x.element_size() > 1 and has_plain_memory(x)
+class NativeLoops(Accelerator):
+    """Loops over the memory of tensors."""
 
+    def successes(self, logs: Tensor, divisor: float, trials: int, dtype: torch.dtype) -> Tensor | None:
+        if not has_plain_memory(logs):
+            return None
+        at = torch.empty(logs.numel(), dtype=dtype, device=logs.device)
+        gaps = logs.data_ptr(), logs.numel(), divisor
+        found: int = _library.hookdrop_successes(at.data_ptr(), dtype == torch.int64, *gaps, trials)
+        return None if found < 0 else at[:found]
 
-# The functions below return None (`zero_`: False) for tensors that the loops do not support.
+    def scale_of_seeds(self, seeds: Tensor, blocks: Blocks, normalize: str) -> Tensor | None:
+        if not (has_plain_memory(seeds) and seeds.is_contiguous()):
+            return None
+        each = torch.zeros(blocks.samples, dtype=torch.int64, device="cpu") if normalize == "sample" else None
+        maps = None if each is None else each.data_ptr(), blocks.samples * blocks.channels, blocks.channels
+        found = seeds.data_ptr(), seeds.numel(), seeds.dtype == torch.int64
+        threads = _threads(seeds.numel() * math.prod(blocks.blocks))
+        covered: int = _library.hookdrop_count(*maps, *found, *_map_arguments(blocks), threads)
+        if covered < 0:
+            return None
+        if each is not None:
+            return kept_scale(blocks.elements_per_sample, each, 2 + len(blocks.sizes))
+        count = blocks.samples * blocks.elements_per_sample
+        return as_rate_tensor(count / max(count - covered, 1))
 
-
-def success_positions(logs: Tensor, divisor: float, trials: int, dtype: torch.dtype) -> Tensor | None:
-    """Return the positions below `trials` at gaps of ceil(logs / divisor), or None if the gaps end before."""
-    if logs.dtype != torch.float64 or dtype not in _SEED_DTYPES or not _is_supported(logs):
-        return None
-    at = torch.empty(logs.numel(), dtype=dtype, device=logs.device)
-    gaps = logs.data_ptr(), logs.numel(), divisor
-    found: int = _library.hookdrop_successes(at.data_ptr(), dtype == torch.int64, *gaps, trials)
-    return None if found < 0 else at[:found]
-
-
-def mask_blocks(x: Tensor, seeds: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | None:
-    """Return `x * scale` with zeros in the seeds' blocks, in one pass."""
-    if x.dtype not in _FUSED_DTYPES or not _is_supported(x) or (layout := _layout(blocks, x.shape, x.stride())) is None:
-        return None
-    y = _empty_like(x)
-    _run(layout, y, x, scale.to(torch.float64).contiguous(), seeds)
-    return y
-
-
-def zero_(y: Tensor, seeds: Tensor, blocks: Blocks) -> bool:
-    if not _is_supported(y) or (layout := _layout(blocks, y.shape, y.stride())) is None:
-        return False
-    _run(layout, y, None, torch.ones(1, dtype=torch.float64, device="cpu"), seeds)
-    return True
-
-
-def count_covered(seeds: Tensor, blocks: Blocks, per_sample: Tensor | None = None) -> int | None:
-    """Count the elements that the seeds' blocks cover, and add those of each sample to `per_sample` (int64 zeros)."""
-    if seeds.dtype not in _SEED_DTYPES or not (_is_supported(seeds) and seeds.is_contiguous()):
-        return None
-    maps = blocks.samples * blocks.channels, blocks.channels
-    found = seeds.data_ptr(), seeds.numel(), seeds.dtype == torch.int64
-    counts = None if per_sample is None else per_sample.data_ptr()
-    threads = _threads(seeds.numel() * math.prod(blocks.blocks))
-    covered: int = _library.hookdrop_count(counts, *maps, *found, *_map_arguments(blocks), threads)
-    return None if covered < 0 else covered
+    def mask(self, x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None) -> Tensor | None:
+        """A bool mask has the memory format of `x`, or, if `x` is contiguous, is (samples, channels or 1, ...)."""
+        if dropped.dtype == torch.uint8 or x.dtype not in _DTYPES or not has_plain_memory(x):
+            return None
+        fused = x.dtype in _FUSED_DTYPES
+        if blocks is None:
+            return _mask_elements(x, dropped, scale) if fused else None
+        if fused and (layout := _layout(blocks, x.shape, x.stride())):
+            y = _empty_like(x)
+            _run(layout, y, x, scale.to(torch.float64).contiguous(), dropped)
+            return y
+        y = scaled(x, scale)  # dense, for example if x was expanded
+        if (layout := _layout(blocks, y.shape, y.stride())) is None:
+            return None
+        _run(layout, y, None, torch.ones(1, dtype=torch.float64, device="cpu"), dropped)
+        return y
 
 
 @lru_cache(maxsize=1024)
@@ -99,13 +103,8 @@ def _map_arguments(blocks: Blocks) -> tuple[int, _Array, _Array, _Array]:
     return math.prod(blocks.valid), valid, sizes, edges
 
 
-def mask_elements(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
-    """Return `x * scale` with zeros where the bool mask `dropped` is True.
-
-    `dropped` has the memory format of `x`, or, if `x` is contiguous, is (samples, channels or 1, ...), samples apart.
-    """
-    if x.dtype not in _FUSED_DTYPES or not _is_supported(x):
-        return None
+def _mask_elements(x: Tensor, dropped: Tensor, scale: Tensor) -> Tensor | None:
+    """Return `x * scale` with zeros where the bool mask is True."""
     shared = dropped.shape != x.shape
     if not shared and dropped.stride() == x.stride() and torch.ops.aten.is_non_overlapping_and_dense.default(x):
         maps = 1, 1, x.numel(), dropped.data_ptr(), 0
@@ -147,7 +146,7 @@ _Layout: TypeAlias = tuple[int, int, int, int, tuple[_Array, ...]]
 
 def _run(layout: _Layout, y: Tensor, x: Tensor | None, scales: Tensor, seeds: Tensor) -> None:
     chunks, size, repeat, places, arrays = layout
-    seeds = seeds.contiguous() if seeds.dtype in _SEED_DTYPES else seeds.long()
+    seeds = seeds.contiguous()
     scaling = y.element_size(), scales.data_ptr(), chunks // scales.numel()
     found = seeds.data_ptr(), seeds.numel(), seeds.dtype == torch.int64, places, *arrays
     source = None if x is None else x.data_ptr()
@@ -179,20 +178,23 @@ def _threads(elements: int) -> int:
     return torch.get_num_threads() if elements >= _MIN_PARALLEL_ELEMENTS else 1
 
 
+def three_axes(values: Sequence[int]) -> tuple[int, ...]:
+    """Prepend axes of length 1 up to three axes."""
+    return (*[1] * (3 - len(values)), *values)
+
+
 def _array(*values: int) -> _Array:
     return (ctypes.c_int64 * len(values))(*values)
 
 
 def _load(path: Path) -> ctypes.CDLL | None:
     """Load the library if it was built from these sources."""
-    if os.environ.get("HOOKDROP_KERNEL") == "0" or not path.exists():
-        return None
     try:
         library = ctypes.CDLL(str(path))
         library.hookdrop_interface.restype = ctypes.c_int64
         if library.hookdrop_interface() != _INTERFACE:
             return None
-    except (OSError, AttributeError):  # built for another platform, or another library
+    except (OSError, AttributeError):  # not built, built for another platform, or another library
         return None
     for name, kinds in _SIGNATURES.items():
         function = getattr(library, name)
@@ -202,3 +204,4 @@ def _load(path: Path) -> ctypes.CDLL | None:
 
 
 _library: Any = _load(Path(__file__).with_name("_blocks.native"))
+ACCELERATOR = Accelerator() if _library is None else NativeLoops()

@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookdrop.accel.native import has_plain_memory, three_axes
 from hookdrop.core.errors import warn
 from hookdrop.core.torch_internals import without_dispatch_modes, without_functorch
-from hookdrop.kernels.blocks import Blocks, contiguous_strides, three_axes
-from hookdrop.kernels.native import has_plain_memory
+from hookdrop.kernels.accelerators import Accelerator
+from hookdrop.kernels.blocks import Blocks, contiguous_strides
+from hookdrop.kernels.drawing import COUNTED
 from hookdrop.kernels.random_numbers import kept_scale
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,15 +36,13 @@ _MAX_SAMPLE, _MAX_ELEMENTS = 2**30, 2**32  # offsets within a sample and counts 
 _ROWS = 64
 _device_of: Any = torch.cuda.device_of
 
-DEVICE_TYPE = "cuda"  # also that of AMD GPUs; tests run the kernels on the CPU
-
 
 _works: dict[int | None, bool] = {}
 """Whether the kernels have passed `_fault`, by the index of the device."""
 
 
 def usable(device: torch.device) -> bool:
-    if device.type != DEVICE_TYPE or not _installed() or not _is_recent(device.index):
+    if not _supported(device.index):
         return False
     known = _works.get(device.index)
     return _check(device) if known is None else known
@@ -69,65 +69,78 @@ def _check(device: torch.device) -> bool:
 
 def _fault(device: torch.device) -> str:
     """Compare small draws and their application with PyTorch operations; return the difference, empty if none."""
-    from hookdrop.kernels.philox import rows_of_seed
+    from hookdrop.accel.philox import rows_of_seed
 
     seed, rate = (123456789, 987654321), 0.03
     for normalize, last, dtype in (("batch", False, torch.float32), ("expected", True, torch.float16)):
         blocks = Blocks(2, 8, (28, 27), (7, 4))
         state = torch.tensor([*seed, 0], device="cpu").to(device)
-        packed, counters = _draw(blocks, rate, normalize, state)
+        packed = _draw(blocks, rate, normalize, state)
         rows = rows_of_seed(blocks, seed[0] | seed[1] << _SEED_BITS, _fixed_point(rate))
         if not torch.equal(packed.cpu(), blocks.packed(rows)):
             return "the masks differ from those of PyTorch operations"
-        scale = torch.tensor(1.25, device="cpu") if counters is None else counters.cpu()
-        if counters is not None and scale[_SEED_WORDS] >> _SEED_BITS != blocks.counts(rows).sum():
+        counted, constant = normalize == "batch", torch.tensor(1.25, device="cpu")
+        if counted and state[_SEED_WORDS].cpu() >> _SEED_BITS != blocks.counts(rows).sum():
             return "the counts of dropped elements differ from those of PyTorch operations"
         x = torch.linspace(1, 2, 2 * blocks.elements_per_sample, dtype=dtype, device="cpu").view(2, 8, 28, 27)
         x = x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-        dropped, factor = unpacked(packed.cpu(), scale, blocks)
-        expected = torch.where(dropped, 0.0, x.float() * factor)
-        y = _mask(x.to(device), packed, scale if counters is None else counters, blocks)
+        scale = ACCELERATOR.scale_of_counters(state.cpu(), blocks) if counted else constant
+        expected = torch.where(blocks.mask(rows), 0.0, x.float() * scale)
+        y = _mask(x.to(device), packed, state if counted else constant, blocks)
         if y is None or not torch.allclose(y.cpu().float(), expected, rtol=4 * torch.finfo(dtype).eps, atol=0.0):
             return "the results differ from those of PyTorch operations"
     return ""
 
 
-@lru_cache(maxsize=1)
-def _installed() -> bool:
-    if os.environ.get("HOOKDROP_KERNEL") == "0" or importlib.util.find_spec("triton") is None:
+@lru_cache
+def _supported(index: int | None) -> bool:
+    """Whether Triton is complete and supports the GPU. Fake tensors may be on one that does not exist."""
+    # Triton compiles a part of its runtime with a C compiler.
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or importlib.util.find_spec("triton") is None:
         return False
     from triton import language
 
-    # Triton compiles a part of its runtime with a C compiler. Triton 3.2, of PyTorch 2.6, has no `gather`.
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return compiler is not None and hasattr(language, "gather")
+    nvidia = torch.cuda.is_available() and torch.version.hip is None
+    # Triton 3.2, of PyTorch 2.6, has no `gather`.
+    return hasattr(language, "gather") and (not nvidia or torch.cuda.get_device_capability(index) >= (7, 0))
 
 
-@lru_cache
-def _is_recent(index: int | None) -> bool:
-    """Whether Triton supports the GPU. Fake tensors may be on one that does not exist."""
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        return True
-    return torch.cuda.get_device_capability(index) >= (7, 0)
+class TritonKernels(Accelerator):
+    """`counters` are the seed of the random numbers, and the dropped elements of the batch or of each sample."""
+
+    def can_draw(self, blocks: Blocks, device: torch.device) -> bool:
+        if not usable(device) or _halo(blocks) > _MAX_HALO:
+            return False
+        sample = blocks.elements_per_sample
+        return sample <= _MAX_SAMPLE and blocks.samples * sample < _MAX_ELEMENTS
+
+    def draw(self, blocks: Blocks, rate: float, normalize: str | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        state = torch.randint(2**_SEED_BITS, (self.counters_size(blocks, normalize),), device=device)
+        return _draw(blocks, rate, normalize, state), state
+
+    def counters_size(self, blocks: Blocks, normalize: str | None) -> int:
+        return _SEED_WORDS + (blocks.samples if normalize == "sample" else 1)
+
+    def mask(self, x: Tensor, dropped: Tensor, scale: Tensor, blocks: Blocks | None = None) -> Tensor | None:
+        known = scale.dtype == torch.int64 or scale.is_cpu
+        if blocks is None or dropped.dtype != torch.uint8 or x.dtype not in _DTYPES or not known:
+            return None
+        return _mask(x, dropped, scale, blocks) if usable(x.device) and has_plain_memory(x) else None
+
+    def scale_of_counters(self, counters: Tensor, blocks: Blocks) -> Tensor:
+        lost = counters[_SEED_WORDS:] >> _SEED_BITS
+        count = blocks.samples // lost.numel() * blocks.elements_per_sample
+        return kept_scale(count, lost.squeeze(), 2 + len(blocks.sizes))
 
 
-def can_draw(blocks: Blocks, device: torch.device) -> bool:
-    if not usable(device) or _halo(blocks) > _MAX_HALO:
-        return False
-    sample = blocks.elements_per_sample
-    return sample <= _MAX_SAMPLE and blocks.samples * sample < _MAX_ELEMENTS
+ACCELERATOR = TritonKernels()
 
 
-def draw(blocks: Blocks, seed_rate: float, normalize: str | None, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Draw masks: `(packed, counters)`, in the format of `Blocks.packed`; no counters if `normalize` does not count."""
-    state = torch.randint(2**_SEED_BITS, (counters_size(blocks, normalize),), device=device)
-    return _draw(blocks, seed_rate, normalize, state)
+def _draw(blocks: Blocks, rate: float, normalize: str | None, state: Tensor) -> Tensor:
+    """Draw masks, and count in `state`, the counters."""
+    from hookdrop.accel.triton_kernels import draw_kernel
 
-
-def _draw(blocks: Blocks, seed_rate: float, normalize: str | None, state: Tensor) -> tuple[Tensor, Tensor | None]:
-    from hookdrop.kernels.triton_kernels import draw_kernel
-
-    count = normalize in ("batch", "sample")
     packed = torch.empty(blocks.packed_size, dtype=torch.uint8, device=state.device)
     words, halo = packed.shape[1] // 4, _halo(blocks)
     lanes = _lanes(words, halo)
@@ -135,31 +148,15 @@ def _draw(blocks: Blocks, seed_rate: float, normalize: str | None, state: Tensor
     per_sample = int(normalize == "sample")
     with _device_of(packed):
         draw_kernel[(blocks.samples * tiles,)](
-            *(packed.view(torch.int32), state, _fixed_point(seed_rate)),
+            *(packed.view(torch.int32), state, _fixed_point(rate)),
             *(tiles, words, halo, blocks.elements_per_sample),
             *(*three_axes(blocks.sizes), *three_axes(blocks.blocks), per_sample),
-            COUNT=count,
+            COUNT=normalize in COUNTED,
             LANES=lanes,
             num_warps=min(max(lanes // 32, 1), 16),
             enable_fp_fusion=False,
         )
-    return packed, state if count else None
-
-
-def counters_size(blocks: Blocks, normalize: str | None) -> int:
-    """The length of `counters`: the seed, and one counter for each scale."""
-    return _SEED_WORDS + (blocks.samples if normalize == "sample" else 1)
-
-
-def mask(x: Tensor, packed: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | None:
-    """Return `x * scale` with zeros at the ones of `packed`, or None if the kernel does not support `x`.
-
-    `packed` is in the format of `Blocks.packed`; `scale` are the counters of `draw`, or a 0-d CPU tensor.
-    """
-    counted = scale.dtype == torch.int64
-    if not (usable(x.device) and x.dtype in _DTYPES and (counted or scale.is_cpu) and has_plain_memory(x)):
-        return None
-    return _mask(x, packed, scale, blocks)
+    return packed
 
 
 def _mask(x: Tensor, packed: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | None:
@@ -168,7 +165,7 @@ def _mask(x: Tensor, packed: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | 
         x = x.clone()  # dense, for example if it was expanded
     if (strides := _strides(blocks, x.shape, x.stride())) is None:
         return None
-    from hookdrop.kernels.triton_kernels import mask_kernel
+    from hookdrop.accel.triton_kernels import mask_kernel
 
     y, bits = torch.empty_like(x), packed.contiguous().view(torch.int32)
     groups, length, group_stride, stride, bit_stride = strides
@@ -186,16 +183,6 @@ def _mask(x: Tensor, packed: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | 
             enable_fp_fusion=False,
         )
     return y
-
-
-def unpacked(packed: Tensor, scale: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """Return `packed` as a bool mask, and the scale as a floating-point tensor, with PyTorch operations."""
-    dropped = blocks.mask(blocks.unpacked(packed))
-    if scale.dtype != torch.int64:
-        return dropped, scale
-    lost = scale[_SEED_WORDS:] >> _SEED_BITS
-    count = blocks.samples // lost.numel() * blocks.elements_per_sample
-    return dropped, kept_scale(count, lost.squeeze(), dropped.dim())
 
 
 def _halo(blocks: Blocks) -> int:
