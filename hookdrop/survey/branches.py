@@ -169,8 +169,8 @@ class _Search:
     def _stream(self, residual: Residual) -> bool:
         """Whether a branch is computed from the stream of its skip; fill in the root, and what lies between."""
         skip, branch = residual.skip, residual.branch
-        ancestors = self.trace.ancestors.get(branch, 0)
-        root = next((one for one in self.roots.get(skip, [skip]) if ancestors & self.trace.bit[one]), None)
+        roots = self.roots.get(skip, [skip])
+        root = next((one for one in roots if one is branch or self.trace.leads(one, branch)), None)
         if root is None:
             return False
         residual.before, others = self._between(root, branch, residual.inside)
@@ -196,19 +196,11 @@ class _Search:
         A stream goes on from a sum, so that what is computed from it is no part of an earlier branch, unless the sum
         is inside the branch.
         """
-        found, sums = set[Node](), list[Node]()
-        waiting = [branch]
-        while waiting:
-            node = waiting.pop()
-            if node is root:
-                found.add(node)
-            elif node not in found and node.op is not None and self.trace.leads(root, node):
-                if node in self.found and node not in inside:
-                    sums.append(node)
-                else:
-                    found.add(node)
-                    waiting += node.op.inputs
-        return found, sums
+        earlier = self.found.keys() - {*inside}
+        way = self.trace.path(root, [branch], lambda op: op.inputs if earlier.isdisjoint(op.outputs) else ())
+        found = {*way} - earlier
+        begins = root is branch or any(node.op and root in node.op.inputs for node in found)
+        return found | ({root} if begins else set()), [node for node in way if node in earlier]
 
     def _computes(self, root: Node, branch: Node, before: Collection[Node]) -> bool:
         """Whether weights, or a module that gets the root, lie between a root and a branch."""

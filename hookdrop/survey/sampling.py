@@ -15,7 +15,7 @@ from torch import nn
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import map_leaves
-from hookdrop.survey.drop_rates import ATTENTION, DropRate, active_rate, arrivals_of
+from hookdrop.survey.drop_rates import ATTENTION, Arrivals, DropRate, active_rate
 from hookdrop.survey.facts import Survey
 from hookdrop.survey.ops import DROPOUTS, RECURRENT
 from hookdrop.survey.trace import Call, Node, Op, Trace, record
@@ -39,9 +39,14 @@ def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
     runners = {rate: known.get(rate, (rate.layer,)) for rate in rates}
     names = {name for layers in runners.values() for name in layers}
     training = {module for name, module in survey.model.named_modules() if name in names}
+
+    def almost_0(rate: DropRate, value: float, index: int) -> float | None:
+        # Nothing is dropped, and float32 does not show the scale.
+        return 1e-9 + 1e-14 * index if rate in rates else None
+
     for fake in (survey.is_fake, False):  # a forward may test values in training mode only
         try:
-            trace, arrivals = arrivals_of(survey.model, survey.example.value, fake=fake, training=training, only=rates)
+            arrivals = Arrivals(survey.model, survey.example.value, almost_0, fake=fake, training=training)
             break
         except InjectionError as error:
             reason = str(error).partition("\n")[2].partition("\n")[0].strip()
@@ -50,11 +55,11 @@ def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
             f"sampling(): the model does not run in eval mode with its dropout in training mode.\n  {reason}\n"
             "  leave out the rates of the module that raises this: inject(model, set_dropout(), exclude=[...])"
         )
+    trace = arrivals.trace
     for rate in rates:
         if rate in known and rate not in arrivals.ops and not trace.calls_of.keys().isdisjoint(runners[rate]):
-            raise _refused(
-                survey.model, runners, runners[rate][0], f"{rate.attribute} drops only if other modules train"
-            )
+            what = f"{rate.attribute} drops only if other modules train"
+            raise _refused(survey.model, runners, runners[rate][0], what)
     drops = {op for rate in rates for op in arrivals.ops.get(rate, ())}
     # A mask whose values are known may be left out.
     plain = survey.trace if fake == survey.is_fake else record(survey.model, survey.example.value, fake=fake)
