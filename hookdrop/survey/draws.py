@@ -47,11 +47,8 @@ def find_draws(
 ) -> Mapping[Line, list[str]]:
     """Return the lines that draw random numbers on which the output depends, with the modules that run them.
 
-    The first line that shows random numbers of Python or NumPy has no modules.
-
-    Args:
-        model, example, training: as for `experiment`.
-        known: names of modules with functions whose draws are known, and left out.
+    The first line that shows random numbers of Python or NumPy has no modules. `known` are names of modules with
+    functions whose draws are left out; the rest is as for `experiment`.
     """
     modules = {module: name for name, module in reversed([*model.named_modules()])}
     found, run = dict[Line, list[str]](), partial(_Run, model, example, training)

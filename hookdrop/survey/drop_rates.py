@@ -86,13 +86,9 @@ def known_drop_rates(model: nn.Module) -> list[DropRate]:
 
 
 def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True, skipped: bool = False) -> DropRates:
-    """Run `model` in training mode without gradients, and return all rates that its drops read.
+    """Run a model without wrappers and hooks in training mode, as `record` does, and return all rates that drops read.
 
-    Args:
-        model: a model without wrappers and without hooks of hookdrop.
-        example: a tensor, a tuple of arguments, or a mapping of keyword arguments.
-        fake: whether the tensors have no values, only shapes.
-        skipped: whether to look also for rates of 0 at which the forward skips the drop, in a second run.
+    `skipped` is whether to look also for rates of 0 at which the forward skips the drop, in a second run.
 
     Raises:
         InjectionError: the model does not run on the example in training mode.

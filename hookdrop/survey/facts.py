@@ -191,7 +191,7 @@ class Survey:
 
         if name not in self.layers or not self._has_values:
             return ""
-        call, arguments = self.layers[name][-1], repr(map_leaves(self.layers[name][-1].arguments, _without_index))
+        call, arguments = self.layers[name][-1], repr(map_leaves(self.layers[name][-1].arguments, _shape))
         # Equal layers run alike, except one that has another library's hook.
         alone = name if other_hooks(self.model.get_submodule(name)) else ""
         key = self.trace.kinds[name], alone, arguments, argument, tensor, writes
@@ -295,12 +295,10 @@ def _settings(module: nn.Module) -> list[Any]:
     return [*plain, id(own.get("forward"))]
 
 
-def _without_index(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, Node) else leaf
-
-
 def _shape(leaf: Any) -> Any:
-    return (type(leaf).__name__, tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return type(leaf).__name__, tuple(leaf.shape), leaf.dtype, leaf.device
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Node) else leaf
 
 
 def _survey(model: nn.Module, given: Any) -> Survey:

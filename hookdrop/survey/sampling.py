@@ -113,51 +113,35 @@ def _steps(
     trace: Trace, names: Collection[str], only_drop: Collection[str], drops: Collection[Op], scales: Collection[float]
 ) -> Iterator[Step]:
     """Yield what a forward computes from the example and the weights, without these drops."""
-    numbers: dict[Node, int] = {}  # of the tensors that are computed from the example and the weights
     masks: set[Node] = set()  # tensors that are computed from the random numbers of drops
-    inputs: dict[Node, Node] = {}  # those of drops, by their outputs
-    for call in trace.calls:
-        if call.name in only_drop and len(call.outputs) == 1 and call.outputs != call.inputs[:1]:
-            inputs[call.outputs[0]] = call.inputs[0]
-
-    def undropped(node: Node) -> Node:
-        while node in inputs:
-            node = inputs[node]
-        return node
-
-    def key(value: Any) -> list[Any]:
-        found: list[Any] = [type(value).__name__]
-
-        def add(leaf: Any) -> Any:
-            if isinstance(leaf, Node):
-                node = undropped(leaf)
-                found.append((numbers.get(node), node.leaf, node.index if is_given(node) else 0, node.shape))
-            else:
-                found.append(repr(leaf) if isinstance(leaf, bool | int | float | str) else type(leaf))
-            return leaf
-
-        map_leaves(value, add)
-        return found
-
     for op in _effective(trace, names):
         if op.call is not None and any(one.name in only_drop for one in op.call.around()):
             continue
-        computed = [node for node in map(undropped, op.inputs) if node in numbers or is_given(node)]
+        computed = [node for node in op.inputs if node.is_data or node.has_weights or is_given(node)]
         rate = 0.0 if op in drops or op.name not in (*DROPOUTS, *ATTENTION) else active_rate(op)
         is_masked = not masks.isdisjoint(op.inputs) or any(isinstance(arg, float) and arg in scales for arg in op.args)
+        applies = is_masked and len(computed) == 1 and op.name in _MASKS
         if not computed:
             masks.update(op.outputs if op in drops or is_masked else ())
-        elif (op.name in _SAME and rate == 0.0) or (is_masked and len(computed) == 1 and op.name in _MASKS):
-            inputs[op.outputs[0]] = computed[0]
-        else:
+        elif not applies and (op.name not in _SAME or rate):
             fused = op.name in ATTENTION or op.name in RECURRENT  # which have a rate and a flag as arguments
-            what = key(op.inputs) if fused else key((op.args, op.kwargs))
+            what = _key(op.inputs if fused else (op.args, op.kwargs))
             text = f"drops at a rate of {rate} that this injection does not have" if rate else f"calls {op.name}"
-            yield (op.name, op.call and op.call.name, rate, what, key(op.outputs)), op.call, text
-            numbers |= {node: len(numbers) + index for index, node in enumerate(op.outputs)}
+            yield (op.name, op.call and op.call.name, rate, what, _key(op.outputs)), op.call, text
     for call in trace.calls:
         if call.name in names and call.name not in only_drop:
-            yield key(call.output), call, "returns something else"
+            yield _key(call.output), call, "returns something else"
+
+
+def _key(value: Any) -> str:
+    """Return a text that is equal for equal values, with tensors of equal shapes and the same weights."""
+
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, Node):
+            return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
+        return leaf.index if is_given(leaf) else "", leaf.is_data, leaf.shape
+
+    return repr(map_leaves(value, plain))
 
 
 def is_given(node: Node) -> bool:
