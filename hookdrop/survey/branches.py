@@ -61,9 +61,7 @@ class Residual:
 
 def find_residuals(trace: Trace) -> list[Residual]:
     """Return all residual additions of a trace, in the order of execution."""
-    search = _Search(trace)
-    search.run()
-    return list(search.found.values())
+    return list(_Search(trace).found.values())
 
 
 def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...]:
@@ -126,10 +124,7 @@ class _Search:
             if nodes:  # the first is the one that a hook on the module sees
                 self.outputs.setdefault(nodes[0], []).append(call)
         self.found: dict[Node, Residual] = {}
-        self.now = 0
-
-    def run(self) -> None:
-        for op in self.trace.ops:
+        for op in trace.ops:
             self.now = op.index
             residual = self._residual(op)
             if residual is not None:

@@ -157,27 +157,19 @@ class _Zero:
     source: tuple[DropRate, float]
 
 
-class _ZeroInt(_Zero, int):
-    pass
-
-
-class _ZeroFloat(_Zero, float):
-    pass
-
-
-_ZEROS: Mapping[type, type] = {int: _ZeroInt, float: _ZeroFloat}
+_ZEROS: Mapping[type, type] = {kind: type("_Zero", (_Zero, kind), {}) for kind in (int, float)}
 Sources = Mapping[float, tuple[DropRate, float]]
 """The attributes, with their values before the run, by their values in the run."""
 Change = Callable[[DropRate, float, int], Any]
+Number = tuple[dict[str, Any], str, float, DropRate]
+"""The table and the key of a number, its value, and its name."""
 
 
-def _numbers(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, float, DropRate]]:
-    """Yield each number that the model stores: its table and key, its value, and its name."""
+def _numbers(model: nn.Module) -> Iterator[Number]:
+    """Yield each number that the model stores."""
     seen: set[int] = set()
 
-    def within(
-        table: dict[str, Any], layer: str, path: str = ""
-    ) -> Iterator[tuple[dict[str, Any], str, float, DropRate]]:
+    def within(table: dict[str, Any], layer: str, path: str = "") -> Iterator[Number]:
         if id(table) in seen:
             return
         seen.add(id(table))

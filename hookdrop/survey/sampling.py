@@ -103,7 +103,7 @@ def _effective(trace: Trace, names: Collection[str]) -> list[Op]:
     needed = {node for call in trace.calls if call.name in names or not call.name for node in call.outputs}
     found = []
     for op in reversed(trace.ops):
-        if not needed.isdisjoint(op.outputs) or (op.is_in_place and any(map(is_given, op.inputs))):
+        if not needed.isdisjoint(op.outputs) or (op.is_in_place and any(map(_is_given, op.inputs))):
             needed.update(op.inputs)
             found.append(op)
     return found[::-1]
@@ -117,7 +117,7 @@ def _steps(
     for op in _effective(trace, names):
         if op.call is not None and any(one.name in only_drop for one in op.call.around()):
             continue
-        computed = [node for node in op.inputs if node.is_data or node.has_weights or is_given(node)]
+        computed = [node for node in op.inputs if node.is_data or node.has_weights or _is_given(node)]
         rate = 0.0 if op in drops or op.name not in (*DROPOUTS, *ATTENTION) else active_rate(op)
         is_masked = not masks.isdisjoint(op.inputs) or any(isinstance(arg, float) and arg in scales for arg in op.args)
         applies = is_masked and len(computed) == 1 and op.name in _MASKS
@@ -139,11 +139,11 @@ def _key(value: Any) -> str:
     def plain(leaf: Any) -> Any:
         if not isinstance(leaf, Node):
             return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
-        return leaf.index if is_given(leaf) else "", leaf.is_data, leaf.shape
+        return leaf.index if leaf.leaf == "weight" else "", leaf.is_data, leaf.shape
 
     return repr(map_leaves(value, plain))
 
 
-def is_given(node: Node) -> bool:
+def _is_given(node: Node) -> bool:
     """Whether a tensor is of the example or the weights. All passes of a model number these in the same way."""
     return node.leaf in ("input", "weight")

@@ -372,7 +372,8 @@ class _Recorder(TorchFunctionMode):
         inputs = [self.nodes[tensor] for tensor in given.values()]
         if self.fake_mode is not None and any(map(self.fake_mode.is_our_fake, given.values())):
             # PyTorch caches the shapes that it computes for fake tensors alone, so that equal blocks cost those of one.
-            args, kwargs = map_tensors((args, kwargs or {}), self._faked)
+            fake, plain = self.fake_mode.from_tensor, (Tensor, nn.Parameter)
+            args, kwargs = map_tensors((args, kwargs or {}), lambda x: fake(x) if type(x) in plain else x)
         result = function(*args, **kwargs or {})
         changed = [x for x, node in zip(given.values(), inputs, strict=True) if _version(x) != self.versions[node]]
         outputs = {id(x): x for x in (*(x for x in tensors(result) if x not in self.nodes), *changed)}
@@ -384,9 +385,6 @@ class _Recorder(TorchFunctionMode):
             for tensor in changed:
                 self.writes[storage_of(tensor)] = self.nodes[tensor]
         return result
-
-    def _faked(self, x: Tensor) -> Tensor:
-        return self.fake_mode.from_tensor(x) if type(x) in (Tensor, nn.Parameter) else x
 
     def _op(self, name: str, function: Any, args: Any, kwargs: Any, inputs: tuple[Node, ...]) -> Op:
         if re.search("^new_|_like$|_as$", name):

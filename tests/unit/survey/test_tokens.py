@@ -1,6 +1,7 @@
 """What a survey finds of image patches, token embeddings, samples and the heads of attention."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +22,15 @@ from hookdrop.survey.trace import record
 from tests.support.models import toy
 
 X = torch.randn(2, 3, 8, 8)
+Form = Callable[[Tensor], Tensor]
 
 
 @pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The examples of forwards with values so far."""
-    seen: list[object] = []
+    seen: list[Any] = []
 
-    def counted(model: Callable[..., object], example: object) -> object:
+    def counted(model: Any, example: Any) -> Any:
         seen.extend([] if any(map(is_fake, tensors(example))) else [example])
         return call(model, example)
 
@@ -80,7 +82,7 @@ def test_patches_and_their_prefix(prefix: int) -> None:
         (nn.Conv2d(3, 3, 2), "no tensor (N, L, C) of image patches"),
     ],
 )
-def test_models_that_need_all_patches(model: nn.Module, reason: str, forwards: list[object]) -> None:
+def test_models_that_need_all_patches(model: nn.Module, reason: str, forwards: Any) -> None:
     facts = survey(model, X)
     for _ in range(2):
         assert isinstance(facts.patches, str)
@@ -107,7 +109,7 @@ def test_the_embedding_of_tokens_is_not_that_of_positions_and_a_linear_layer_has
     assert survey(nn.Linear(3, 3), torch.ones(2, 3)).token_embedding is None
 
 
-def around(before: Callable[[Tensor], Tensor]) -> nn.Module:
+def around(before: Form) -> nn.Module:
     """A linear layer on a rearranged tensor (8, 6) per sample, with a tensor of another batch before it."""
     return toy(lambda m, x: m.layer(before(x)).sum(), layer=nn.Linear(6, 6))
 
@@ -126,9 +128,7 @@ def around(before: Callable[[Tensor], Tensor]) -> nn.Module:
 )
 @pytest.mark.parametrize("at", ["input", "output"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_rows_of_samples(
-    before: Callable[[Tensor], Tensor], expected: Samples, at: str, batch: int, forwards: list[object]
-) -> None:
+def test_rows_of_samples(before: Form, expected: Samples, at: str, batch: int, forwards: Any) -> None:
     model = around(before)
     facts = survey(model, torch.zeros(batch, 8, 6))
     assert facts.samples("layer", at) == expected
@@ -149,7 +149,7 @@ def test_rows_are_counted_where_a_module_gets_the_batch() -> None:
     ],
     ids=["mean", "one more", "sorted"],
 )
-def test_rows_of_unknown_samples(before: Callable[[Tensor], Tensor], reason: str) -> None:
+def test_rows_of_unknown_samples(before: Form, reason: str) -> None:
     model = around(before)
     facts = survey(model, torch.zeros(2, 8, 6))
     assert reason in str(facts.samples("layer"))
@@ -187,7 +187,7 @@ AXES: dict[str, tuple[nn.Module, object, int | None, int]] = {
 
 @pytest.mark.parametrize(("model", "example", "axis", "most"), AXES.values(), ids=AXES)
 def test_the_batch_axis_of_the_example(
-    model: nn.Module, example: object, axis: int | None, most: int, forwards: list[object]
+    model: nn.Module, example: Any, axis: int | None, most: int, forwards: Any
 ) -> None:
     """No batch: one sequence without a batch axis, and the nodes of a graph, which lead to one another."""
     facts = survey(model, example)
