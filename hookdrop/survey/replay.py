@@ -24,10 +24,8 @@ def replay(
 ) -> dict[Node, Tensor]:
     """Compute operations again, in this order, and return the values of all their tensors, by node, on one device.
 
-    It begins with `values`; `other` returns those of tensors that are neither given nor computed, such as weights.
-
-    Raises:
-        HiddenOperationError: an operation is hidden. What an operation raises is raised too.
+    It begins with `values`; `other` returns those of tensors that are neither given nor computed, such as weights. What
+    an operation raises is raised, and `HiddenOperationError` for a hidden one.
     """
     known = dict(values)
 

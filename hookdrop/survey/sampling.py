@@ -32,8 +32,7 @@ _MASKS = {"mul", "div", "where", "masked_fill"}
 def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
     """Return the modules that have to be in training mode for the drops of these rates.
 
-    Raises:
-        InjectionError: their training mode does not suffice, or changes more than the drops.
+    An `InjectionError` if their training mode does not suffice, or changes more than the drops.
     """
     known = survey.all_drop_rates.runners
     runners = {rate: known.get(rate, (rate.layer,)) for rate in rates}

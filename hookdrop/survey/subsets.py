@@ -60,12 +60,10 @@ def find_subset(
     sizes = {size for leaf in (*given, *branch.parameters(), *branch.buffers()) for size in leaf.shape if size}
     rows = torch.arange(next(n for n in itertools.count(3) if all(s % n for s in sizes)), device=x.device) % len(x)
     value = map_leaves(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
-    cache, reason, mixed = torch.is_autocast_cache_enabled(), "", None
+    reason, mixed = "", None
     for chosen in itertools.product((False, True), repeat=len(groups)):
         arguments = frozenset(mine).union(*itertools.compress(groups.values(), chosen))
         try:
-            # A cast of a weight without gradients must not serve a later forward.
-            torch.set_autocast_cache_enabled(False)
             with forked_rng(branch), torch.no_grad():
                 some = with_rows(value, arguments, rows)[0]
                 own = frozenset(mine) if writes else frozenset[int]()
@@ -79,8 +77,8 @@ def find_subset(
             mixed = mixed or found
         except Exception as error:  # a shape that does not fit, or any other
             reason = str(error.__cause__ or error).strip().partition("\n")[0].rstrip(".")
-        finally:
-            torch.set_autocast_cache_enabled(cache)
+        finally:  # a cast of a weight without gradients must not serve a later forward
+            torch.clear_autocast_cache()
     return mixed or Subset(obstacle=f"cannot run on some of the samples ({reason})")
 
 

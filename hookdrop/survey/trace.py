@@ -125,8 +125,6 @@ class Call:
     """The arguments by name; here and in `output`, nodes are in place of tensors."""
     output: Any = field(default=None, repr=False)
     end: int = 0
-    has_weights: bool = False
-    """Whether the module or a module inside it has parameters."""
 
     @cached_property
     def inputs(self) -> list[Node]:
@@ -341,10 +339,8 @@ class _Recorder(TorchFunctionMode):
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         arguments, parent = self.plain(bind_arguments(module, args, kwargs)), self.stack[-1] if self.stack else None
-        entered = Call(next(self.clock), name, type(module).__name__, parent, arguments)
-        entered.has_weights = any(True for _ in module.parameters())
-        self.trace.calls.append(entered)
-        self.stack.append(entered)
+        self.stack.append(Call(next(self.clock), name, type(module).__name__, parent, arguments))
+        self.trace.calls.append(self.stack[-1])
 
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         left = self.stack.pop()
@@ -352,7 +348,7 @@ class _Recorder(TorchFunctionMode):
         if unseen:  # the module is compiled by torch.jit, or calls code of another library
             op = self._op("opaque", None, tuple(left.inputs), {}, tuple(left.inputs))
             for tensor in unseen:
-                self.new(tensor, op).has_weights |= left.has_weights
+                self.new(tensor, op).has_weights |= any(True for _ in module.parameters())
         left.output = self.plain(output)
         left.end = next(self.clock)
 

@@ -27,8 +27,7 @@ Form = Callable[[Tensor], Tensor]
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The examples of forwards with values so far."""
-    seen: list[Any] = []
+    seen: list[Any] = []  # the examples of forwards with values
 
     def counted(model: Any, example: Any) -> Any:
         seen.extend([] if any(map(is_fake, tensors(example))) else [example])
@@ -186,7 +185,7 @@ AXES: dict[str, tuple[nn.Module, object, int | None, int]] = {
 
 
 @pytest.mark.parametrize(("model", "example", "axis", "most"), AXES.values(), ids=AXES)
-def test_the_batch_axis_of_the_example(
+def test_the_batch_axis_of_an_example(
     model: nn.Module, example: Any, axis: int | None, most: int, forwards: Any
 ) -> None:
     """No batch: one sequence without a batch axis, and the nodes of a graph, which lead to one another."""
