@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hookdrop.core.errors import LayerError
 from hookdrop.core.tensor_tree import map_leaves
 from hookdrop.survey.branches import has_weights
 from hookdrop.survey.ops import CONVS, FUSED_ATTENTION, HIDDEN_ATTENTION, PRODUCTS, RECURRENT, SHOWN_ATTENTION, SOFTMAX
@@ -46,6 +45,10 @@ class Scores:
     """Which of the softmaxes and fused attentions in one call of the module have them, in the order of execution."""
     shapes: tuple[tuple[int, ...], ...]
     """Their shapes (..., L, S). A function that hides its operations shows none."""
+
+
+class _NoHeadsError(Exception):
+    """Why the input of a layer cannot be divided into heads."""
 
 
 def find_heads(trace: Trace) -> dict[str, Heads | str]:
@@ -286,7 +289,7 @@ class _Chain:
                 first = self.zeroed_with(torch.arange(self.end.shape[-1]) == 0, axes)
                 if not first.all():
                     return self.layout(first, axes)
-        except LayerError as error:
+        except _NoHeadsError as error:
             return str(error)
         except Exception as error:
             return f"the way from attention to it cannot be repeated: {error}"
@@ -295,7 +298,7 @@ class _Chain:
     def zeroed_with(self, features: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Zero the parts, of these axes, that some features depend on, and return which features are 0 then.
 
-        A `LayerError` if these do not become 0, or if others change without becoming 0.
+        A `_NoHeadsError` if these do not become 0, or if others change without becoming 0.
         """
         chosen = self.result[..., features].float().sum()
         slopes = torch.autograd.grad(chosen, self.given, retain_graph=True, materialize_grads=True)
@@ -305,13 +308,13 @@ class _Chain:
         zero = (end == 0).flatten(0, -2).all(0)
         same = (end == self.result).flatten(0, -2).all(0)
         if not zero[features].all():
-            raise LayerError("something is added to attention before it")
+            raise _NoHeadsError("something is added to attention before it")
         if not (zero | same).all():
-            raise LayerError("a norm or another function mixes the heads before it")
+            raise _NoHeadsError("a norm or another function mixes the heads before it")
         return zero
 
     def layout(self, first: Tensor, axes: tuple[int, ...]) -> Heads:
-        """Return the heads, given the features of the first one, or raise `LayerError` if they are not separate."""
+        """Return the heads, given the features of the first one, or raise `_NoHeadsError` if they are not separate."""
         width, size = len(first), int(first.sum())
         features = torch.arange(width)
         for interleaved in (False, True):
@@ -320,12 +323,12 @@ class _Chain:
             if width % size == 0 and torch.equal(owner == 0, first):
                 break
         else:
-            raise LayerError("the features of its heads are in no regular order")
+            raise _NoHeadsError("the features of its heads are in no regular order")
         for bit in range(math.ceil(math.log2(heads.count))):
             for value in (0, 1):
                 chosen = (owner >> bit & 1) == value
                 if not torch.equal(self.zeroed_with(chosen, axes), chosen):
-                    raise LayerError("its heads are not separate")
+                    raise _NoHeadsError("its heads are not separate")
         return heads
 
     def computed(self) -> tuple[list[Tensor], Tensor]:
@@ -340,7 +343,7 @@ class _Chain:
         try:
             return replay(self.ops, dict(zip(self.starts, values, strict=True)), self._constant)[self.end]
         except HiddenOperationError as error:
-            raise LayerError(f"the way from attention to it is hidden ({error})") from None
+            raise _NoHeadsError(f"the way from attention to it is hidden ({error})") from None
 
     def _constant(self, node: Node) -> Tensor:
         """Random numbers in place of other tensors, such as gates and the weights of norms, but the true sizes."""

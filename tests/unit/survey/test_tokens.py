@@ -66,8 +66,7 @@ class Transformer(nn.Module):
 
 @pytest.mark.parametrize("prefix", [0, 1, 3])
 def test_patches_and_their_prefix(prefix: int) -> None:
-    model = Transformer(prefix=prefix)
-    assert survey(model, X).patches == Patches("drop", prefix)
+    assert survey(Transformer(prefix=prefix), X).patches == Patches("drop", prefix)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +127,7 @@ def around(before: Form) -> nn.Module:
 @pytest.mark.parametrize("at", ["input", "output"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_of_samples(before: Form, expected: Samples, at: str, batch: int, forwards: Any) -> None:
-    model = around(before)
-    facts = survey(model, torch.zeros(batch, 8, 6))
+    facts = survey(around(before), torch.zeros(batch, 8, 6))
     assert facts.samples("layer", at) == expected
     assert len(forwards) == 2
 
@@ -149,9 +147,7 @@ def test_rows_are_counted_where_a_module_gets_the_batch() -> None:
     ids=["mean", "one more", "sorted"],
 )
 def test_rows_of_unknown_samples(before: Form, reason: str) -> None:
-    model = around(before)
-    facts = survey(model, torch.zeros(2, 8, 6))
-    assert reason in str(facts.samples("layer"))
+    assert reason in str(survey(around(before), torch.zeros(2, 8, 6)).samples("layer"))
 
 
 def attention(batch_first: bool = False, zero: bool = False) -> nn.Module:
