@@ -363,9 +363,20 @@ def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
 
 
 def _usable_ends(trace: Trace, residuals: list[Residual]) -> set[str]:
-    """Return the modules that may be ends: each of their calls is. A dropout may also run inside a branch."""
-    counts = Counter(call.name for call in {call for one in residuals for calls in one.ends for call in calls})
-    return {name for name, count in counts.items() if name and count == len(trace.calls_of[name])}
+    """Return the modules that may be ends: each of their calls is the end of a branch.
+
+    Others, such as a dropout that several branches share, also run inside a branch, or before the end of another.
+    """
+    terms = [calls for residual in residuals for calls in residual.ends]
+    counts = Counter(call.name for call in {call for calls in terms for call in calls})
+    usable = {name for name, count in counts.items() if name and count == len(trace.calls_of[name])}
+    while True:
+        ends = [next((call.name for call in calls if call.name in usable), "") for calls in terms]
+        inside = {call.name for calls, end in zip(terms, ends, strict=True) for call in calls if call.name != end}
+        wrong = inside & set(ends)
+        if not wrong:
+            return usable
+        usable -= wrong
 
 
 def _layers(trace: Trace, residuals: list[Residual], usable: set[str]) -> dict[Residual, str]:
