@@ -66,7 +66,8 @@ class Transformer(nn.Module):
 
 @pytest.mark.parametrize("prefix", [0, 1, 3])
 def test_patches_and_their_prefix(prefix: int) -> None:
-    assert survey(Transformer(prefix=prefix), X).patches == Patches("drop", prefix)
+    model = Transformer(prefix=prefix)
+    assert survey(model, X).patches == Patches("drop", prefix)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,8 @@ def around(before: Form) -> nn.Module:
 @pytest.mark.parametrize("at", ["input", "output"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_of_samples(before: Form, expected: Samples, at: str, batch: int, forwards: Any) -> None:
-    facts = survey(around(before), torch.zeros(batch, 8, 6))
+    model = around(before)
+    facts = survey(model, torch.zeros(batch, 8, 6))
     assert facts.samples("layer", at) == expected
     assert len(forwards) == 2
 
@@ -147,7 +149,9 @@ def test_rows_are_counted_where_a_module_gets_the_batch() -> None:
     ids=["mean", "one more", "sorted"],
 )
 def test_rows_of_unknown_samples(before: Form, reason: str) -> None:
-    assert reason in str(survey(around(before), torch.zeros(2, 8, 6)).samples("layer"))
+    model = around(before)
+    facts = survey(model, torch.zeros(2, 8, 6))
+    assert reason in str(facts.samples("layer"))
 
 
 def attention(batch_first: bool = False, zero: bool = False) -> nn.Module:
@@ -342,6 +346,7 @@ def test_a_shared_projection_must_get_the_same_heads() -> None:
 
 
 def test_the_search_for_heads_needs_no_values() -> None:
-    facts = survey(Attention(), torch.randn(2, L, 8))
+    model = Attention()
+    facts = survey(model, torch.randn(2, L, 8))
     assert facts.heads == {"out": Heads(H)}
     assert facts.is_fake
