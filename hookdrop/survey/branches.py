@@ -61,9 +61,7 @@ class Residual:
 
 def find_residuals(trace: Trace) -> list[Residual]:
     """Return all residual additions of a trace, in the order of execution."""
-    search = _Search(trace)
-    search.run()
-    return list(search.found.values())
+    return list(_Search(trace).found.values())
 
 
 def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...]:
@@ -126,10 +124,7 @@ class _Search:
             if nodes:  # the first is the one that a hook on the module sees
                 self.outputs.setdefault(nodes[0], []).append(call)
         self.found: dict[Node, Residual] = {}
-        self.now = 0
-
-    def run(self) -> None:
-        for op in self.trace.ops:
+        for op in trace.ops:
             self.now = op.index
             residual = self._residual(op)
             if residual is not None:
@@ -169,14 +164,14 @@ class _Search:
     def _stream(self, residual: Residual) -> bool:
         """Whether a branch is computed from the stream of its skip; fill in the root, and what lies between."""
         skip, branch = residual.skip, residual.branch
-        ancestors = self.trace.ancestors.get(branch, 0)
-        root = next((one for one in self.roots.get(skip, [skip]) if ancestors & self.trace.bit[one]), None)
+        roots = self.roots.get(skip, [skip])
+        root = next((one for one in roots if one is branch or self.trace.leads(one, branch)), None)
         if root is None:
             return False
         residual.before, others = self._between(root, branch, residual.inside)
         if root in residual.before and not self._computes(root, branch, residual.before):
             return False
-        if residual.op.name != "add" and not self._has_weights(root, residual.before):
+        if residual.op.name != "add" and not _has_weights(residual.before - {root}):
             return False  # a difference from a moving average
         residual.root = root
         if root in residual.before:
@@ -196,36 +191,20 @@ class _Search:
         A stream goes on from a sum, so that what is computed from it is no part of an earlier branch, unless the sum
         is inside the branch.
         """
-        found, sums = set[Node](), list[Node]()
-        waiting = [branch]
-        while waiting:
-            node = waiting.pop()
-            if node is root:
-                found.add(node)
-            elif node not in found and node.op is not None and self.trace.leads(root, node):
-                if node in self.found and node not in inside:
-                    sums.append(node)
-                else:
-                    found.add(node)
-                    waiting += node.op.inputs
-        return found, sums
+        earlier = self.found.keys() - {*inside}
+        way = self.trace.path(root, [branch], lambda op: op.inputs if earlier.isdisjoint(op.outputs) else ())
+        found = {*way} - earlier
+        begins = root is branch or any(node.op and root in node.op.inputs for node in found)
+        return found | ({root} if begins else set()), [node for node in way if node in earlier]
 
-    def _computes(self, root: Node, branch: Node, before: Collection[Node]) -> bool:
+    def _computes(self, root: Node, branch: Node, before: set[Node]) -> bool:
         """Whether weights, or a module that gets the root, lie between a root and a branch."""
-        if self._has_weights(root, before):
+        if _has_weights(before - {root}):
             return True
-        calls, node = self._producers(branch), branch  # FNet's Fourier transform has no weights
-        while node.op is not None and is_linear(node.op):
-            data = {one for one in node.op.inputs if one.fits and one.is_data}
-            if len(data) != 1:
-                break
-            node = data.pop()
-            calls += self._producers(node)
-        return root not in self.roots.get(branch, ()) and any(root in call.inputs for call in calls)
-
-    @staticmethod
-    def _has_weights(root: Node, before: Collection[Node]) -> bool:
-        return any(node.op is not None and has_weights(node.op) for node in before if node is not root)
+        # FNet's Fourier transform has no weights.
+        calls = [call for call in self.trace.calls if root in call.inputs and call.end < self.now]
+        returned = {node for call in calls for node in call.outputs[:1]}
+        return root not in self.roots.get(branch, ()) and not before.isdisjoint(returned - {root})
 
     def _first_of_two(self, second: Residual) -> Residual | None:
         """Return the first sum of a RevNet's block, y1 = x1 + f(x2) and y2 = x2 + g(y1), given the second one."""
@@ -323,6 +302,10 @@ def added(op: Op) -> tuple[Node, Node] | None:
 def has_weights(op: Op) -> bool:
     """Whether an operation combines its tensors with weights."""
     return op.name == "opaque" or any(node.has_weights and not node.is_data for node in op.inputs)
+
+
+def _has_weights(nodes: Collection[Node]) -> bool:
+    return any(node.op is not None and has_weights(node.op) for node in nodes)
 
 
 def _is_projection(skip: set[Node], residual: Residual) -> bool:

@@ -6,8 +6,8 @@ import random
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -38,50 +38,43 @@ TRIES = 32
 So a comparison with a random number has both outcomes, unless one is very rare.
 """
 
-_OTHERS: list[Callable[..., int]] = [lambda seeds, key, n=n: seeds[n] for n in range(6)]
-"""Six of the seeds themselves: a choice among several, such as that of an expert, may have other outcomes there."""
+_CHOICES: list[Callable[..., int]] = [min, max, *(lambda seeds, key, n=n: seeds[n] for n in range(6))]
+"""Six of the seeds themselves, too: a choice among several, such as that of an expert, may have other outcomes."""
 
 
 def find_draws(
     model: nn.Module, example: Any, training: Training, known: Collection[tuple[str, str]] = ()
-) -> tuple[Mapping[Line, list[str]], int]:
-    """Return the lines that draw random numbers on which the output depends, and how many forwards this took.
+) -> Mapping[Line, list[str]]:
+    """Return the lines that draw random numbers on which the output depends, with the modules that run them.
 
-    Each line has the names of the modules that run it. The names are empty for the first line that shows random numbers
-    of Python or NumPy.
-
-    Args:
-        model, example, training: as for `experiment`.
-        known: names of modules with functions whose draws are known, and left out.
+    The first line that shows random numbers of Python or NumPy has no modules. `known` are names of modules with
+    functions whose draws are left out; the rest is as for `experiment`.
     """
     modules = {module: name for name, module in reversed([*model.named_modules()])}
-    found, forwards = dict[Line, list[str]](), 0
-
-    def run(*settings: Any, **more: Any) -> _Run:
-        nonlocal forwards
-        forwards += 1
-        return _Run(model, example, training, *settings, **more)
-
+    found, run = dict[Line, list[str]](), partial(_Run, model, example, training)
     with forked_rng(model):
         # Random numbers in place of weights that are 0 show more, but may hide a choice between nearly equal numbers.
         unchanged = cache(lambda random_weights: run(random_weights=random_weights))
         base = unchanged(True)
-        for line, ran in base.mode.drawn.items():
+        for line, ran in base.drawn.items():
             names = [modules[one] for one in ran if one in modules]
             if names and {(name, line.function) for name in names} <= {*known}:
                 continue
-            tries = ((random_weights, choose) for random_weights in (True, False) for choose in (min, max, *_OTHERS))
+            tries = ((random_weights, choose) for random_weights in (True, False) for choose in _CHOICES)
             if any(run(line, choose, random_weights=one).differs(unchanged(one)) for one, choose in tries):
                 found[line] = names
         if base.draws_elsewhere:
             others = (run(None, min, seed) for seed in range(1, 5))
             if (other := next((one for one in others if one.differs(base)), None)) is not None:
                 found.setdefault(run(None, min, 0).parting(other), [])
-    return found, forwards
+    return found
 
 
-class _Run:
-    """One forward in which each line of code has its own seed."""
+class _Run(TorchFunctionMode):
+    """One forward, in which each line of code has its own seed at each of its calls.
+
+    Of the results of the line `changed` from several seeds, it chooses the one with the smallest or the largest sum.
+    """
 
     def __init__(
         self,
@@ -94,22 +87,30 @@ class _Run:
         *,
         random_weights: bool = True,
     ) -> None:
-        devices = {x.device.type for x in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
-        self.mode = _Seeds(changed, choose, devices, notes_steps=seed is not None)
+        super().__init__()
+        self.drawn: dict[Line, dict[nn.Module, None]] = {}
+        """The lines that drew, with the modules that ran them."""
         self.draws_elsewhere = False
         """Whether Python's or NumPy's generator was used."""
         self.outputs: list[Tensor] = []
+        self.steps: list[tuple[Line, float]] = []
+        """With a `seed` of these generators: the lines in the order of execution, with a sum of what they computed."""
+        self._changed, self._choose, self._calls, self._seed_of_others = changed, choose, Counter[Line](), seed
+        devices = {x.device.type for x in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
+        self._modules: list[Any] = [torch.get_device_module(device) for device in devices]
         before: list[str] = []
 
         def watch(name: str, at: str, value: Any) -> None:
             if name == "" and at == "input":
-                _seed_others(seed or 0)
+                random.seed(seed or 0)
+                if "numpy" in sys.modules:
+                    sys.modules["numpy"].random.seed(seed or 0)
                 before.append(_others())
             elif name == "":
                 self.draws_elsewhere |= _others() != before.pop()
                 self.outputs += [x.detach().clone() for x in tensors(value)]
 
-        with self.mode:
+        with self:
             experiment(model, example, watch, {}, training, random_weights=random_weights)
 
     def differs(self, other: _Run) -> bool:
@@ -118,31 +119,13 @@ class _Run:
 
     def parting(self, other: _Run) -> Line:
         """The first line that computes something else than in another forward."""
-        both = zip(self.mode.steps, other.mode.steps, strict=False)
-        return next((one[0] for one, two in both if one != two), self.mode.steps[-1][0])
-
-
-class _Seeds(TorchFunctionMode):
-    """Seeds PyTorch's generators before each function, by its line and the number of calls there.
-
-    Of the results of the line `changed` from several seeds, it chooses the one with the smallest or the largest sum.
-    """
-
-    def __init__(
-        self, changed: Line | None, choose: Callable[..., int], devices: Collection[str], notes_steps: bool
-    ) -> None:
-        super().__init__()
-        self.drawn: dict[Line, dict[nn.Module, None]] = {}
-        """The lines that drew, with the modules that ran them."""
-        self.steps: list[tuple[Line, float]] = []
-        """The lines in the order of execution, with a sum of what they computed."""
-        self._changed, self._choose, self._calls = changed, choose, Counter[Line]()
-        self._notes_steps = notes_steps
-        self._modules: list[Any] = [torch.get_device_module(device) for device in devices]
+        both = zip(self.steps, other.steps, strict=False)
+        return next((one[0] for one, two in both if one != two), self.steps[-1][0])
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frames = list(_frames(sys._getframe(1)))
-        line = _line(getattr(function, "__name__", "?").strip("_"), frames)
+        own = next(one for one in frames if not str(one.f_globals.get("__name__")).startswith("torch."))
+        line = Line(getattr(function, "__name__", "?").strip("_"), own.f_code.co_filename, own.f_lineno)
         self._calls[line] += 1
         seed = zlib.crc32(repr((line, self._calls[line])).encode())
         if line == self._changed:
@@ -151,8 +134,9 @@ class _Seeds(TorchFunctionMode):
         before = self._states()
         output = function(*args, **kwargs or {})
         if not all(map(torch.equal, before, self._states())):
-            self.drawn.setdefault(line, {}).update(dict.fromkeys(_modules(frames)))
-        if self._notes_steps:
+            running = [one.f_locals["self"] for one in frames if one.f_code is nn.Module._call_impl.__code__]
+            self.drawn.setdefault(line, {}).update(dict.fromkeys(running[:1]))  # the innermost module
+        if self._seed_of_others is not None:
             self.steps.append((line, _total(output)))
         return output
 
@@ -183,23 +167,6 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _line(function: str, frames: Iterable[FrameType]) -> Line:
-    """Return the running line, outside of PyTorch."""
-    own = next(one for one in frames if not str(one.f_globals.get("__name__")).startswith("torch."))
-    return Line(function, own.f_code.co_filename, own.f_lineno)
-
-
-def _modules(frames: Iterable[FrameType]) -> list[nn.Module]:
-    """Return the innermost running module."""
-    return [frame.f_locals["self"] for frame in frames if frame.f_code is nn.Module._call_impl.__code__][:1]
-
-
-def _seed_others(seed: int) -> None:
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
 
 
 def _others() -> str:

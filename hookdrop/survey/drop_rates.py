@@ -12,7 +12,8 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -37,8 +38,6 @@ _FILLS = {"full", "full_like", "new_full"}
 _COMPARISONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 _RAISED = 1e-3
 """The value of a rate of 0 at which the forward skips the drop, while it is looked for."""
-_HARMLESS = 1e-9
-"""A rate at which nothing is dropped, and at which float32 does not show the scale."""
 
 
 @dataclass(frozen=True)
@@ -87,61 +86,45 @@ def known_drop_rates(model: nn.Module) -> list[DropRate]:
 
 
 def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True, skipped: bool = False) -> DropRates:
-    """Run `model` in training mode without gradients, and return all rates that its drops read.
+    """Run a model without wrappers and hooks in training mode, as `record` does, and return all rates that drops read.
 
-    Args:
-        model: a model without wrappers and without hooks of hookdrop.
-        example: a tensor, a tuple of arguments, or a mapping of keyword arguments.
-        fake: whether the tensors have no values, only shapes.
-        skipped: whether to look also for rates of 0 at which the forward skips the drop, in a second run.
+    `skipped` is whether to look also for rates of 0 at which the forward skips the drop, in a second run.
 
     Raises:
         InjectionError: the model does not run on the example in training mode.
     """
-    numbers = [rate for *_, value, rate in _numbers(model) if _may_be_rate(value)]
+    values = {rate: value for *_, value, rate in _numbers(model) if type(value) in (int, float)}
+    numbers = [rate for rate, value in values.items() if 0 <= value < 1 and (type(value) is float or value == 0)]
 
-    def run(marked: Sequence[DropRate], raised: Sequence[DropRate] = ()) -> tuple[Trace, Arrivals]:
-        return arrivals_of(model, example, fake=fake, marked={*marked}, raised={*raised})
+    def run(marked: Collection[DropRate], raised: Collection[DropRate] = ()) -> Arrivals:
+        marked, raised = {*marked}, {*raised}
 
-    trace, arrivals = _without_culprits(run, numbers)
-    found = _read(model, trace, arrivals)
-    values = {rate: value for *_, value, rate in _numbers(model)}
-    zeros = [one for one in numbers if type(values[one]) is float and not values[one] and one not in arrivals.ops]
-    if not skipped or not zeros:
-        return found
-    more = _read(model, *_without_culprits(lambda raised: run(zeros, raised), zeros))
-    new = {*zeros} & more.runners.keys()
-    return DropRates(
-        _sorted(model, [*found.rates, *new]),
-        found.out_of_reach,
-        {**found.runners, **{rate: more.runners[rate] for rate in new}},
-        found.per_sample | (more.per_sample & new),
-        found.aside | (more.aside & new),
-    )
+        def change(rate: DropRate, value: float, index: int) -> Any:
+            if rate in raised or (rate in marked and value):
+                return (value or _RAISED) * (1 + 1e-12 * index)  # above, so that `int(value * size)` stays
+            return _ZEROS[type(value)](value) if rate in marked else None
 
+        return Arrivals(model, example, change, fake=fake)
 
-def _read(model: nn.Module, trace: Trace, arrivals: Arrivals) -> DropRates:
-    out_of_reach = {what: tuple(layers) for what, layers in arrivals.out_of_reach.items()}
-    attention = _attention_drops(trace)
-    aside = [rate for rate, ops in arrivals.ops.items() if all(op in attention or _adapts(trace, op) for op in ops)]
-    runners = {rate: tuple(dict.fromkeys(op.call.name for op in ops if op.call)) for rate, ops in arrivals.ops.items()}
-    rates = [*known_drop_rates(model), *(rate for rate in arrivals.ops if rate.constant is None)]
-    return DropRates(_sorted(model, rates), out_of_reach, runners, frozenset(arrivals.per_sample), frozenset(aside))
-
-
-def _sorted(model: nn.Module, rates: Sequence[DropRate]) -> tuple[DropRate, ...]:
+    found = _without_culprits(run, numbers)
+    drops = [(found, found.ops)]
+    zeros = [one for one in numbers if type(values[one]) is float and not values[one] and one not in found.ops]
+    if skipped and zeros:
+        more = _without_culprits(lambda raised: run(zeros, raised), zeros)
+        drops.append((more, {rate: more.ops[rate] for rate in zeros if rate in more.ops}))
+    rates = [*known_drop_rates(model), *(rate for _, own in drops for rate in own if rate.constant is None)]
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    return tuple(sorted(dict.fromkeys(rates), key=lambda rate: order[rate.layer]))
+    return DropRates(
+        tuple(sorted(dict.fromkeys(rates), key=lambda rate: order[rate.layer])),
+        {"the example does not run": tuple(found.unused)} if found.unused else {},
+        {rate: tuple(dict.fromkeys(op.call.name for op in ops if op.call))
+         for _, own in drops for rate, ops in own.items()},
+        frozenset(rate for one, _ in drops for rate in one.per_sample),
+        frozenset(rate for one, own in drops for rate, ops in own.items() if all(map(one.is_aside, ops))),
+    )  # fmt: skip
 
 
-def _may_be_rate(value: float) -> bool:
-    return 0.0 <= value < 1.0 if type(value) is float else type(value) is int and value == 0
-
-
-T = TypeVar("T")
-
-
-def _without_culprits(run: Callable[[Sequence[DropRate]], T], numbers: Sequence[DropRate]) -> T:
+def _without_culprits(run: Callable[[Sequence[DropRate]], Arrivals], numbers: Sequence[DropRate]) -> Arrivals:
     """Run with as many of these numbers as possible: those that make the run fail are found by halves, and left out."""
     while True:
         try:
@@ -159,40 +142,6 @@ def _without_culprits(run: Callable[[Sequence[DropRate]], T], numbers: Sequence[
         numbers = [*numbers[:works], *numbers[fails:]]
 
 
-def arrivals_of(
-    model: nn.Module,
-    example: Any,
-    *,
-    fake: bool,
-    training: Training = True,
-    marked: Collection[DropRate] = (),
-    raised: Collection[DropRate] = (),
-    only: Collection[DropRate] = (),
-) -> tuple[Trace, Arrivals]:
-    """Run `model` once with rates that can be told apart, and return where they arrive.
-
-    Args:
-        model, example, fake: as for `find_drop_rates`.
-        training: as for `record`.
-        marked: the numbers to follow, which are almost the same in the run.
-        raised: those of them that are 0, and small in the run.
-        only: the drop rates to follow, which are then close to 0.
-    """
-
-    def change(rate: DropRate, value: float, index: int) -> Any:
-        if rate in only:
-            return _HARMLESS + 1e-14 * index
-        if rate in raised or (rate in marked and value):
-            return (value or _RAISED) * (1 + 1e-12 * index)  # above, so that `int(value * size)` stays
-        return _ZEROS[type(value)](value) if rate in marked else None
-
-    with _changed(model, change) as sources, _Decisions():
-        trace = record(model, example, fake=fake, training=training)
-    arrivals = Arrivals(model, sources)
-    arrivals.read(trace)
-    return trace, arrivals
-
-
 def _known_attribute(module: nn.Module) -> str | None:
     if isinstance(module, Regularizer):
         return module.rate.attribute if module.rate is not None and module.rate.kind == "drop" else None
@@ -208,26 +157,19 @@ class _Zero:
     source: tuple[DropRate, float]
 
 
-class _ZeroInt(_Zero, int):
-    pass
-
-
-class _ZeroFloat(_Zero, float):
-    pass
-
-
-_ZEROS: Mapping[type, type] = {int: _ZeroInt, float: _ZeroFloat}
+_ZEROS: Mapping[type, type] = {kind: type("_Zero", (_Zero, kind), {}) for kind in (int, float)}
 Sources = Mapping[float, tuple[DropRate, float]]
 """The attributes, with their values before the run, by their values in the run."""
+Change = Callable[[DropRate, float, int], Any]
+Number = tuple[dict[str, Any], str, float, DropRate]
+"""The table and the key of a number, its value, and its name."""
 
 
-def _numbers(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, float, DropRate]]:
-    """Yield each number that the model stores: its table and key, its value, and its name."""
+def _numbers(model: nn.Module) -> Iterator[Number]:
+    """Yield each number that the model stores."""
     seen: set[int] = set()
 
-    def within(
-        table: dict[str, Any], layer: str, path: str = ""
-    ) -> Iterator[tuple[dict[str, Any], str, float, DropRate]]:
+    def within(table: dict[str, Any], layer: str, path: str = "") -> Iterator[Number]:
         if id(table) in seen:
             return
         seen.add(id(table))
@@ -242,7 +184,7 @@ def _numbers(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, float, Dro
 
 
 @contextmanager
-def _changed(model: nn.Module, change: Callable[[DropRate, float, int], Any]) -> Iterator[Sources]:
+def _changed(model: nn.Module, change: Change) -> Iterator[Sources]:
     """Replace the numbers for which `change` returns another, given the name, the value and an index."""
     saved: list[tuple[dict[str, Any], str, float]] = []
     sources: dict[float, tuple[DropRate, float]] = {}
@@ -320,20 +262,25 @@ def rounded(rate: float) -> float:
 
 
 class Arrivals:
-    """The numbers that arrive at random drops."""
+    """The numbers that arrive at random drops in one forward, with other numbers: see `_changed`."""
 
-    def __init__(self, model: nn.Module, sources: Sources) -> None:
+    def __init__(
+        self, model: nn.Module, example: Any, change: Change, *, fake: bool, training: Training = True
+    ) -> None:
+        with _changed(model, change) as sources, _Decisions():
+            self.trace = record(model, example, fake=fake, training=training)
         self.ops: dict[DropRate, list[Op]] = {}
         """The drops of each rate."""
         self.per_sample: list[DropRate] = []
-        self.out_of_reach: dict[str, list[str]] = {}
+        self.unused: list[str] = []
+        """The outermost parts that the forward did not run."""
         self._modules = dict(model.named_modules())
         self._sources, self._complements = sources, {1 - value: source for value, source in sources.items()}
         self.scales = {*self._complements, *(1 / kept for kept in self._complements)}
         """The numbers that a drop may multiply by, so that the mean stays."""
+        self._read(self.trace)
 
-    def read(self, trace: Trace) -> None:
-        """Find the drops among the operations."""
+    def _read(self, trace: Trace) -> None:
         draws: set[Node] = set()
         filled: dict[Node, Any] = {}
         for op in trace.ops:
@@ -360,15 +307,13 @@ class Arrivals:
                     keeps = _keeps(trace, op)
                     is_less = op.name == "add" or (op.name in ("lt", "le")) == (op.args[0] in draws)
                     self._at_draw(op, operands[0], keeps if is_less or keeps is None else not keeps)
-
-        # The outermost parts that the forward did not run.
         for name, module in self._modules.items():
             parent = name.rpartition(".")[0]
             while parent and not has_forward(self._modules[parent]):
                 parent = parent.rpartition(".")[0]
             is_part = has_forward(module) and any(module.children())
             if is_part and name not in trace.calls_of and parent in trace.calls_of:
-                self.out_of_reach.setdefault("the example does not run", []).append(name)
+                self.unused.append(name)
 
     def _at_drop(self, op: Op, rate: Any) -> None:
         """A function that drops with probability `rate`."""
@@ -387,6 +332,34 @@ class Arrivals:
         shape = op.outputs[0].shape
         if len(shape) > 1 and op.outputs[0].size == shape[0]:
             self.per_sample.append(source[0])
+
+    def is_aside(self, drop: Op) -> bool:
+        """Whether a drop acts on no hidden states: only on attention weights, or on the input of an adapter."""
+        return drop in self._attention_drops or self._adapts(drop)
+
+    @cached_property
+    def _attention_drops(self) -> set[Op]:
+        """The drops of attention weights: inside fused attention, or between a softmax and a product."""
+        found = {op for op in self.trace.ops if op.name in ATTENTION}
+        for op in (node.op for core in attention_cores(self.trace) for node in core.inputs):
+            drops: set[Op] = set()
+            while op is not None and op.name != "softmax" and len(op.inputs) == 1:
+                drops |= {op} if op.name in DROPOUTS else set()
+                op = op.inputs[0].op
+            found |= drops if op is not None and op.name == "softmax" else set()
+        return found
+
+    def _adapts(self, drop: Op) -> bool:
+        """Whether a drop only acts on the input of an adapter: linear layers beside a layer, as in LoRA."""
+        source, out = drop.inputs[0], drop.outputs[0]
+        for op in self.trace.ops[self.trace.ops.index(drop) :]:
+            inside = [term for term in added(op) or () if self.trace.leads(out, term)]
+            if len(inside) == 1:
+                (other,) = (term for term in op.inputs if term not in inside)
+                around = self.trace.path(source, [other])
+                path = [node.op for node in self.trace.path(out, inside) if node.op is not None]
+                return any(node.op and has_weights(node.op) for node in around) and all(map(is_affine, path))
+        return False
 
     @staticmethod
     def _source(number: Any, sources: Sources) -> tuple[DropRate, float] | None:
@@ -410,29 +383,3 @@ def _keeps(trace: Trace, op: Op) -> bool | None:
             return None
         node = op.outputs[0]
     return None
-
-
-def _attention_drops(trace: Trace) -> set[Op]:
-    """Return the drops of attention weights: inside fused attention, or between a softmax and a product."""
-    found = {op for op in trace.ops if op.name in ATTENTION}
-    for core in attention_cores(trace):
-        for op in (node.op for node in core.inputs):
-            drops: set[Op] = set()
-            while op is not None and op.name != "softmax" and len(op.inputs) == 1:
-                drops |= {op} if op.name in DROPOUTS else set()
-                op = op.inputs[0].op
-            found |= drops if op is not None and op.name == "softmax" else set()
-    return found
-
-
-def _adapts(trace: Trace, drop: Op) -> bool:
-    """Whether a drop only acts on the input of an adapter: linear layers beside a layer, as in LoRA."""
-    source, out = drop.inputs[0], drop.outputs[0]
-    for op in trace.ops[trace.ops.index(drop) :]:
-        inside = [term for term in added(op) or () if trace.leads(out, term)]
-        if len(inside) == 1:
-            (other,) = (term for term in op.inputs if term not in inside)
-            around = trace.path(source, [other])
-            path = [node.op for node in trace.path(out, inside) if node.op is not None]
-            return any(node.op and has_weights(node.op) for node in around) and all(map(is_affine, path))
-    return False

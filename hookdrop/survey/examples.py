@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -98,16 +97,16 @@ def fault_of(example: Any, run: Callable[[Any], object]) -> str:
         ("example_input=tuple(x)", "is several arguments", lambda: tuple(example)),
         ("x[0]", "is a batch with targets", lambda: example[0]),
     ][: 3 * isinstance(example, tuple | list) or isinstance(example, Mapping)]
-    fixes += [(code, fault, partial(_fixed, example, first, fix)) for code, (fault, fix) in _FIXES.items()]
+
+    def fixed(fix: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
+        return lambda: map_tensors(example, lambda x: fix(x) if x is first else x)
+
+    fixes += [(code, fault, fixed(fix)) for code, (fault, fix) in _FIXES.items()]
     for code, fault, changed in fixes:
         with suppress(Exception):
             run(changed())
             return f"the example {fault}: pass {code}"
     return ""
-
-
-def _fixed(example: Any, tensor: Tensor, fix: Callable[[Tensor], Tensor]) -> Any:
-    return map_tensors(example, lambda x: fix(x) if x is tensor else x)
 
 
 def examples(model: nn.Module, given: Any) -> Iterator[Example]:

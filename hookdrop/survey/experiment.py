@@ -24,17 +24,15 @@ def experiment(
     *,
     random_weights: bool = True,
 ) -> None:
-    """Call a model without gradients, and restore it.
+    """Call a model without wrappers and without gradients, and restore it.
 
     Parameters that are almost 0 are random meanwhile. They hide what depends on them: a position bias, the last layer
     of a branch or its scale are often 0 at initialization, and no longer after the first update.
 
     Args:
-        model: the model without wrappers.
-        example: what it is called with.
+        model, example, training: as for `record`.
         watch: called with the name of a layer, `"input"` or `"output"`, and what the layer gets or returns.
         edits: functions that change the output of layers, by name; `watch` sees the output before.
-        training: as for `record`.
         random_weights: whether these parameters are random.
     """
 

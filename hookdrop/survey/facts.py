@@ -39,8 +39,6 @@ class Survey:
         self.example = example
         self.is_fake = is_fake
         """Whether the traces have shapes but no values."""
-        self.forwards = int(not is_fake)
-        """The number of forward passes with values so far."""
         self.trace = trace
         """The forward with the batch size of the example."""
         self._tokens: dict[str, Patches | str] = {}
@@ -120,19 +118,15 @@ class Survey:
         if axis not in self._resized:
             example = replace(self.example, axis=axis)
             traces = {example.batch: self.trace}
-            for size in (2, 3):
-                if size == example.batch:
-                    continue
-                self.forwards += not self.is_fake
+            for size in {2, 3} - {example.batch}:
                 traces[size] = record(self.model, example.resized(size), fake=self.is_fake)
             self._resized[axis] = traces[2], traces[3]
         return self._resized[axis]
 
     def _row_orders(self, axis: int) -> dict[Site, bool | str]:
         if axis not in self._orders:
-            traces = self._two_and_three(axis)
-            self.forwards += 2
-            self._orders[axis] = row_orders(self.model, replace(self.example, axis=axis), *traces)
+            example = replace(self.example, axis=axis)
+            self._orders[axis] = row_orders(self.model, example, *self._two_and_three(axis))
         return self._orders[axis]
 
     @cached_property
@@ -151,7 +145,6 @@ class Survey:
         if not self._has_values:
             return _NO_VALUES
         if layer not in self._tokens:
-            self.forwards += 3
             self._tokens[layer] = removable_patches(self.model, self.example.varied((0, 1)), layer)
         return self._tokens[layer]
 
@@ -198,8 +191,8 @@ class Survey:
 
         if name not in self.layers or not self._has_values:
             return ""
-        call, arguments = self.layers[name][-1], repr(map_leaves(self.layers[name][-1].arguments, _without_index))
-        # Equal layers run alike, unless one of them has a hook of other code.
+        call, arguments = self.layers[name][-1], repr(map_leaves(self.layers[name][-1].arguments, _shape))
+        # Equal layers run alike, except one that has another library's hook.
         alone = name if other_hooks(self.model.get_submodule(name)) else ""
         key = self.trace.kinds[name], alone, arguments, argument, tensor, writes
         if key not in self._subsets:
@@ -230,7 +223,6 @@ class Survey:
     def _find_drop_rates(self, skipped: bool) -> DropRates:
         for fake in (True, False):
             try:
-                self.forwards += not fake
                 found = find_drop_rates(self.model, self.example.value, fake=fake, skipped=skipped)
                 active = constants_in(self.trace)  # in eval mode too, so that they need no sampling
                 return replace(found, runners={one: at for one, at in found.runners.items() if one not in active})
@@ -243,10 +235,8 @@ class Survey:
     def draws(self) -> Mapping[Line, list[str]]:
         """The lines of code that draw random numbers on which the output depends, in training mode at drop rates of 0.
 
-        Those of drops whose rate is in the code are left out.
-
-        Raises:
-            InjectionError: the model or the example has no values, or the model does not run in training mode.
+        Not those of drops whose rate is in the code. Without values, or if the model does not run in training mode, an
+        `InjectionError`.
         """
         known = [(one.layer, one.attribute) for one in self.all_drop_rates.constants]
         with at_zero(self.model, self.all_drop_rates.rates):
@@ -260,9 +250,7 @@ class Survey:
     def _draws(self, training: Training, known: Collection[tuple[str, str]] = ()) -> Mapping[Line, list[str]]:
         if not self._has_values:
             raise InjectionError(_NO_VALUES)
-        found, forwards = find_draws(self.model, self.example.value, training, known)
-        self.forwards += forwards
-        return found
+        return find_draws(self.model, self.example.value, training, known)
 
 
 @contextmanager
@@ -307,12 +295,10 @@ def _settings(module: nn.Module) -> list[Any]:
     return [*plain, id(own.get("forward"))]
 
 
-def _without_index(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, Node) else leaf
-
-
 def _shape(leaf: Any) -> Any:
-    return (type(leaf).__name__, tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return type(leaf).__name__, tuple(leaf.shape), leaf.dtype, leaf.device
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Node) else leaf
 
 
 def _survey(model: nn.Module, given: Any) -> Survey:

@@ -78,21 +78,15 @@ class _Node:
         return one.type, one.calls, bool(one.rates), sizes, inside
 
 
-def _tree(every: Sequence[LayerFacts], kept: Collection[str]) -> _Node:
-    parents = {one.name.rpartition(".")[0] for one in every}
-    nodes = {one.name: _Node(one, one.name in parents) for one in every if one.name in kept or not one.name}
+def fold(every: Sequence[LayerFacts], selected: Collection[str]) -> list[Row]:
+    """Return the rows of the selected layers, each of which is in one row."""
+    kept = {"", *selected, *(name[: dot.start()] for name in selected for dot in re.finditer(r"\.", name))}
+    parents, names = {one.name.rpartition(".")[0] for one in every}, [one.name for one in every if one.name]
+    nodes = {one.name: _Node(one, one.name in parents) for one in every if one.name in kept}
     for name, node in nodes.items():
         if name:
             nodes[name.rpartition(".")[0]].inside.append(node)
-    return nodes[""]
-
-
-def fold(every: Sequence[LayerFacts], selected: Collection[str]) -> list[Row]:
-    """Return the rows of the selected layers, each of which is in one row."""
-    around = {name[: dot.start()] for name in selected for dot in re.finditer(r"\.", name)}
-    root, names = _tree(every, {*selected, *around}), [one.name for one in every if one.name]
-    found: dict[Any, list[_Node]] = {}
-    families: dict[str, list[_Node]] = {}
+    root, found, families = nodes[""], dict[Any, list[_Node]](), dict[str, list[_Node]]()
     for key, node in _blocks(root, ""):
         families[node.facts.name] = found.setdefault(key, [])
         found[key].append(node)

@@ -112,15 +112,16 @@ def find_scores(trace: Trace) -> dict[str, Scores | str]:
         verdict = _weighs_positions(trace, core, softmax, mixing, cache)
         mixing |= {core} if verdict is True else set()
         if found.get(softmax, ("", False))[1] is not True:
-            found[softmax] = _home(core, softmax), verdict
+            found[softmax] = _home(trace, core, softmax), verdict
     return {name: _scores_of(trace, name, {op: one for op, (home, one) in found.items() if home == name})
             for name in dict(found.values())}  # fmt: skip
 
 
-def _home(core: Op, softmax: Op) -> str:
+def _home(trace: Trace, core: Op, softmax: Op) -> str:
     """Return the innermost module around both, or that which computes the scores for a module beside it."""
     both = next((call for call in (core.call.around() if core.call else ()) if call.start < softmax.index), None)
-    first = next((call for call in (softmax.call.around() if softmax.call else ()) if call.has_weights), both)
+    own = softmax.call.around() if softmax.call else ()
+    first = next((call for call in own if trace.kinds[call.name][1]), both)  # with parameters
     return max((one for one in (both, first) if one), key=lambda call: call.start).name if both else ""
 
 
@@ -297,8 +298,7 @@ class _Chain:
     def zeroed_with(self, features: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Zero the parts, of these axes, that some features depend on, and return which features are 0 then.
 
-        Raises:
-            _NoHeadsError: the features do not become 0, or others change without becoming 0.
+        A `_NoHeadsError` if these do not become 0, or if others change without becoming 0.
         """
         chosen = self.result[..., features].float().sum()
         slopes = torch.autograd.grad(chosen, self.given, retain_graph=True, materialize_grads=True)
@@ -314,11 +314,7 @@ class _Chain:
         return zero
 
     def layout(self, first: Tensor, axes: tuple[int, ...]) -> Heads:
-        """Return the heads, given the features of the first one, and check that each is separate.
-
-        Raises:
-            _NoHeadsError: they are not.
-        """
+        """Return the heads, given the features of the first one, or raise `_NoHeadsError` if they are not separate."""
         width, size = len(first), int(first.sum())
         features = torch.arange(width)
         for interleaved in (False, True):

@@ -5,7 +5,7 @@ A layer can be skipped if it returns its input, apart from residual branches and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from hookdrop.core.errors import ShapeError
-from hookdrop.core.tensor_tree import TensorKey, fits, map_leaves, map_tensor, tensors
+from hookdrop.core.tensor_tree import TensorKey
 from hookdrop.survey.branches import Branch, Residual, added, has_weights, is_linear
 from hookdrop.survey.ops import CONVS, COPIES, CROPS, DROPOUTS, ENLARGING, SOFTMAX, VIEWS
 from hookdrop.survey.replay import replay
-from hookdrop.survey.trace import Call, Node, Op, Trace, nodes_in
+from hookdrop.survey.trace import Call, Node, Op, Trace, nodes_in, select_nodes, upstream
 
 Step = tuple[Op, Node]
 """An operation on a skip, and its input on the skip."""
@@ -52,23 +52,15 @@ class LayerCalls:
 def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: str, tensor: TensorKey) -> LayerCalls:
     """Return what a hook `at` the input or output of a layer sees in these calls; `tensor` is that of `inject`."""
     seen, sums = LayerCalls(len(calls)), {residual.output: residual for residual in residuals}
-    shown, nodes, predictions = dict[Node, Tensor](), dict[Tensor, Node](), find_predictions(trace)
-
-    def look(x: Tensor) -> Tensor:
-        seen.predicts = predictions.get(nodes[x], seen.predicts)
-        if tuple(x.shape) not in seen.shapes:
-            seen.shapes.append(tuple(x.shape))
-        return x
-
+    predictions = find_predictions(trace)
     for call in calls:
         value = call.output if at == "output" else call.arguments
-        shown.update({node: node.without_values() for node in nodes_in(value)})
-        nodes.update({x: node for node, x in shown.items()})
-        value = map_leaves(value, lambda leaf: shown[leaf] if isinstance(leaf, Node) else leaf)
-        several = sum(map(fits, tensors(value)))
+        several = sum(node.fits for node in nodes_in(value))
         seen.tensor_count = several if several > 1 and tensor is None and at == "output" else 0
         try:
-            map_tensor(value, tensor, look)
+            for node in select_nodes(value, tensor):
+                seen.predicts = predictions.get(node, seen.predicts)
+                seen.shapes += [] if node.shape in seen.shapes else [node.shape]
         except ShapeError as error:
             seen.mismatch = str(error)
         if at == "output":
@@ -76,8 +68,7 @@ def layer_calls(trace: Trace, residuals: list[Residual], calls: list[Call], at: 
             users = trace.users.get(call.output, []) if isinstance(call.output, Node) else []
             seen.feeds_norm |= any(op.name == "batch_norm" and op.inputs[0] is call.output for op in users)
             identities = filter(_returns_input, trace.calls)  # few, unlike the calls that a tensor may lead to
-            readers = [one for one in identities if any(_leads_to(call.output, x) for x in one.inputs[:1])]
-            seen.identities += [one.name for one in ([call] if _returns_input(call) else []) + readers]
+            seen.identities += [one.name for one in identities if _leads_to(call.output, one.inputs[0])]
     return seen
 
 
@@ -165,8 +156,9 @@ def _reason(call: Call, sums: Mapping[Node, Residual]) -> str:
 
 def _includes_input(call: Call, sums: Mapping[Node, Residual]) -> bool:
     """Whether the output of a call is its input plus residual branches, apart from norms and activations."""
-    found = [_steps(node, sums, call.start, loosely=True) for node in [node for node in call.outputs if node.fits][:1]]
-    return any(_has_sum(steps, sums) and steps[-1][1] in call.inputs for steps in found)
+    outputs = [node for node in call.outputs if node.fits]
+    steps = _steps(outputs[0], sums, call.start, loosely=True) if outputs else []
+    return _has_sum(steps, sums) and steps[-1][1] in call.inputs
 
 
 def _has_sum(steps: list[Step], sums: Mapping[Node, Residual]) -> bool:
@@ -223,17 +215,14 @@ def find_streams(calls: Iterable[Call]) -> list[list[str]]:
 
 def _terms(output: Node, call: Call) -> set[Node]:
     """Return the arguments and the tensors of a call that its output is a sum of, apart from norms and activations."""
-    terms, seen, waiting = set[Node](), set[Node](), [output]
-    while waiting:
-        node = waiting.pop()
-        op, before = node.op, list[Node]()
-        if op is not None and node.index > call.start and node not in call.inputs:
-            same = [one for one in op.inputs if one.fits and one.is_data == node.is_data and one.size == node.size]
-            # Not what attention adds to its scores, such as a mask.
-            is_function = len(op.inputs) == 1 and not has_weights(op) and op.name not in SOFTMAX
-            is_simple = is_linear(op) or "norm" in op.name or is_function
-            before = [*(added(op) or (same if is_simple and len(same) == 1 else ()))]
-        terms.update([] if before else [node])
-        waiting += [one for one in before if one not in seen]
-        seen.update(before)
-    return terms
+
+    def before(op: Op) -> Sequence[Node]:
+        node = op.outputs[-1]
+        same = [one for one in op.inputs if one.fits and one.is_data == node.is_data and one.size == node.size]
+        # Not what attention adds to its scores, such as a mask.
+        is_function = len(op.inputs) == 1 and not has_weights(op) and op.name not in SOFTMAX
+        is_simple = is_linear(op) or "norm" in op.name or is_function
+        terms = added(op) or (same if is_simple and len(same) == 1 else ())
+        return terms if op.index > call.start else ()
+
+    return {node for node in upstream([output], before) if node.op is None or not before(node.op)}

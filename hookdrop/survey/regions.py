@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, field
 
 from hookdrop.survey.trace import Node, Op, Trace
@@ -38,10 +37,10 @@ class Regions:
 
     def before(self, end: Node, op: Op) -> Region:
         """Return the region that ends with an input of an operation; empty if the input has other uses."""
-        found, done = Region(), {op}
-        waiting, seen = [(-end.index, end)], {end}
+        found, done, waiting = Region(), {op}, {end}
         while waiting:  # the most recent first, so that the users of a tensor are known
-            node = heapq.heappop(waiting)[1]
+            node = max(waiting, key=lambda one: one.index)
+            waiting.remove(node)
             uses = self.uses(node)
             is_free = node not in self.outputs and all(use in done and (use is not op or node is end) for use in uses)
             if not is_free or node.op is None:
@@ -50,8 +49,5 @@ class Regions:
             found.inside.add(node)
             if all(one in found.inside or not (self.uses(one) or one in self.outputs) for one in node.op.outputs):
                 done.add(node.op)
-            for one in node.op.inputs:
-                if (one.is_data or one.op is not None) and one not in seen:
-                    seen.add(one)
-                    heapq.heappush(waiting, (-one.index, one))
+            waiting.update(one for one in node.op.inputs if one.is_data or one.op is not None)
         return found

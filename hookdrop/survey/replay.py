@@ -22,15 +22,10 @@ CPU = torch.device("cpu")
 def replay(
     ops: Iterable[Op], values: Mapping[Node, Tensor], other: Callable[[Node], Tensor], device: torch.device = CPU
 ) -> dict[Node, Tensor]:
-    """Compute operations again, and return the values of all their tensors, by node, on one device.
+    """Compute operations again, in this order, and return the values of all their tensors, by node, on one device.
 
-    Args:
-        ops: the operations, in the order of execution.
-        values: the tensors to begin with.
-        other: returns the values of tensors that are neither given nor computed, such as weights.
-
-    Raises:
-        HiddenOperationError: an operation is hidden. What an operation raises is raised too.
+    It begins with `values`; `other` returns those of tensors that are neither given nor computed, such as weights. What
+    an operation raises is raised, and `HiddenOperationError` for a hidden one.
     """
     known = dict(values)
 

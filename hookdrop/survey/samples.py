@@ -21,7 +21,6 @@ from hookdrop.survey.experiment import changes, experiment
 from hookdrop.survey.ops import CONVS, COPIES
 from hookdrop.survey.trace import Call, Node, Trace
 
-PLACES = ("output", "input")
 Site = tuple[str, str]
 """The name of a layer, and its input or output."""
 
@@ -117,9 +116,9 @@ def row_orders(model: nn.Module, example: Example, two: Trace, three: Trace) -> 
 
     Of tensors with one row for each sample, only outputs are looked at.
     """
-    every = {(name, at): growing_axis(two, three, name, at) for name in three.calls_of for at in PLACES}
-    sites = {site: one for site, one in every.items() if isinstance(one, Samples)}
-    sites = {site: one for site, one in sites.items() if site[1] == "output" or one.per_sample > 1}
+    every = [((name, at), growing_axis(two, three, name, at)) for name in three.calls_of for at in ("output", "input")]
+    known = {site: one for site, one in every if isinstance(one, Samples)}
+    sites = {site: one for site, one in known.items() if site[1] == "output" or one.per_sample > 1}
 
     def run(value: Any) -> dict[Site, list[Tensor]]:
         seen: dict[Site, list[Tensor]] = {site: [] for site in sites}

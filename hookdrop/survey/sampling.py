@@ -15,7 +15,7 @@ from torch import nn
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import map_leaves
-from hookdrop.survey.drop_rates import ATTENTION, DropRate, active_rate, arrivals_of
+from hookdrop.survey.drop_rates import ATTENTION, Arrivals, DropRate, active_rate
 from hookdrop.survey.facts import Survey
 from hookdrop.survey.ops import DROPOUTS, RECURRENT
 from hookdrop.survey.trace import Call, Node, Op, Trace, record
@@ -32,16 +32,20 @@ _MASKS = {"mul", "div", "where", "masked_fill"}
 def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
     """Return the modules that have to be in training mode for the drops of these rates.
 
-    Raises:
-        InjectionError: their training mode does not suffice, or changes more than the drops.
+    An `InjectionError` if their training mode does not suffice, or changes more than the drops.
     """
     known = survey.all_drop_rates.runners
     runners = {rate: known.get(rate, (rate.layer,)) for rate in rates}
     names = {name for layers in runners.values() for name in layers}
     training = {module for name, module in survey.model.named_modules() if name in names}
+
+    def almost_0(rate: DropRate, value: float, index: int) -> float | None:
+        # Nothing is dropped, and float32 does not show the scale.
+        return 1e-9 + 1e-14 * index if rate in rates else None
+
     for fake in (survey.is_fake, False):  # a forward may test values in training mode only
         try:
-            trace, arrivals = arrivals_of(survey.model, survey.example.value, fake=fake, training=training, only=rates)
+            arrivals = Arrivals(survey.model, survey.example.value, almost_0, fake=fake, training=training)
             break
         except InjectionError as error:
             reason = str(error).partition("\n")[2].partition("\n")[0].strip()
@@ -50,11 +54,11 @@ def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
             f"sampling(): the model does not run in eval mode with its dropout in training mode.\n  {reason}\n"
             "  leave out the rates of the module that raises this: inject(model, set_dropout(), exclude=[...])"
         )
+    trace = arrivals.trace
     for rate in rates:
         if rate in known and rate not in arrivals.ops and not trace.calls_of.keys().isdisjoint(runners[rate]):
-            raise _refused(
-                survey.model, runners, runners[rate][0], f"{rate.attribute} drops only if other modules train"
-            )
+            what = f"{rate.attribute} drops only if other modules train"
+            raise _refused(survey.model, runners, runners[rate][0], what)
     drops = {op for rate in rates for op in arrivals.ops.get(rate, ())}
     # A mask whose values are known may be left out.
     plain = survey.trace if fake == survey.is_fake else record(survey.model, survey.example.value, fake=fake)
@@ -98,7 +102,7 @@ def _effective(trace: Trace, names: Collection[str]) -> list[Op]:
     needed = {node for call in trace.calls if call.name in names or not call.name for node in call.outputs}
     found = []
     for op in reversed(trace.ops):
-        if not needed.isdisjoint(op.outputs) or (op.is_in_place and any(map(is_given, op.inputs))):
+        if not needed.isdisjoint(op.outputs) or (op.is_in_place and any(map(_is_given, op.inputs))):
             needed.update(op.inputs)
             found.append(op)
     return found[::-1]
@@ -108,53 +112,37 @@ def _steps(
     trace: Trace, names: Collection[str], only_drop: Collection[str], drops: Collection[Op], scales: Collection[float]
 ) -> Iterator[Step]:
     """Yield what a forward computes from the example and the weights, without these drops."""
-    numbers: dict[Node, int] = {}  # of the tensors that are computed from the example and the weights
     masks: set[Node] = set()  # tensors that are computed from the random numbers of drops
-    inputs: dict[Node, Node] = {}  # those of drops, by their outputs
-    for call in trace.calls:
-        if call.name in only_drop and len(call.outputs) == 1 and call.outputs != call.inputs[:1]:
-            inputs[call.outputs[0]] = call.inputs[0]
-
-    def undropped(node: Node) -> Node:
-        while node in inputs:
-            node = inputs[node]
-        return node
-
-    def key(value: Any) -> list[Any]:
-        found: list[Any] = [type(value).__name__]
-
-        def add(leaf: Any) -> Any:
-            if isinstance(leaf, Node):
-                node = undropped(leaf)
-                found.append((numbers.get(node), node.leaf, node.index if is_given(node) else 0, node.shape))
-            else:
-                found.append(repr(leaf) if isinstance(leaf, bool | int | float | str) else type(leaf))
-            return leaf
-
-        map_leaves(value, add)
-        return found
-
     for op in _effective(trace, names):
         if op.call is not None and any(one.name in only_drop for one in op.call.around()):
             continue
-        computed = [node for node in map(undropped, op.inputs) if node in numbers or is_given(node)]
+        computed = [node for node in op.inputs if node.is_data or node.has_weights or _is_given(node)]
         rate = 0.0 if op in drops or op.name not in (*DROPOUTS, *ATTENTION) else active_rate(op)
         is_masked = not masks.isdisjoint(op.inputs) or any(isinstance(arg, float) and arg in scales for arg in op.args)
+        applies = is_masked and len(computed) == 1 and op.name in _MASKS
         if not computed:
             masks.update(op.outputs if op in drops or is_masked else ())
-        elif (op.name in _SAME and rate == 0.0) or (is_masked and len(computed) == 1 and op.name in _MASKS):
-            inputs[op.outputs[0]] = computed[0]
-        else:
+        elif not applies and (op.name not in _SAME or rate):
             fused = op.name in ATTENTION or op.name in RECURRENT  # which have a rate and a flag as arguments
-            what = key(op.inputs) if fused else key((op.args, op.kwargs))
+            what = _key(op.inputs if fused else (op.args, op.kwargs))
             text = f"drops at a rate of {rate} that this injection does not have" if rate else f"calls {op.name}"
-            yield (op.name, op.call and op.call.name, rate, what, key(op.outputs)), op.call, text
-            numbers |= {node: len(numbers) + index for index, node in enumerate(op.outputs)}
+            yield (op.name, op.call and op.call.name, rate, what, _key(op.outputs)), op.call, text
     for call in trace.calls:
         if call.name in names and call.name not in only_drop:
-            yield key(call.output), call, "returns something else"
+            yield _key(call.output), call, "returns something else"
 
 
-def is_given(node: Node) -> bool:
+def _key(value: Any) -> str:
+    """Return a text that is equal for equal values, with tensors of equal shapes and the same weights."""
+
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, Node):
+            return leaf if isinstance(leaf, bool | int | float | str) else type(leaf)
+        return leaf.index if leaf.leaf == "weight" else "", leaf.is_data, leaf.shape
+
+    return repr(map_leaves(value, plain))
+
+
+def _is_given(node: Node) -> bool:
     """Whether a tensor is of the example or the weights. All passes of a model number these in the same way."""
     return node.leaf in ("input", "weight")

@@ -10,15 +10,11 @@ from hookdrop.survey.trace import Trace
 
 
 def sibling_warnings(trace: Trace, sites: Collection[str], known: Collection[str]) -> list[str]:
-    """Return a warning for modules whose sites differ from those of equal modules, and that no warning names yet.
+    """Return a warning for modules whose sites differ from those of equal modules, and that no `known` warning names.
 
     Equal modules are in one `ModuleList`, `ModuleDict` or `Sequential`, and have one class, equal shapes of parameters,
     and equal shapes of inputs and outputs, so that a block that reduces the resolution is not equal to the next one.
-
-    Args:
-        trace: a forward of the model.
-        sites: the names of all layers that a recipe chose.
-        known: the warnings so far.
+    `sites` are the names of all layers that a recipe chose.
     """
     found, reported = list[str](), list[str]()
     for parent in trace.lists:

@@ -16,22 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.core.errors import ShapeError
-from hookdrop.core.tensor_tree import (
-    TensorKey,
-    describe,
-    first_tensor,
-    leaves_of,
-    map_leaves,
-    map_tensor,
-    tensors,
-    with_rows,
-)
+from hookdrop.core.tensor_tree import TensorKey, describe, first_tensor, leaves_of, map_leaves, tensors, with_rows
 from hookdrop.core.torch_internals import HOOK_TABLES, BatchNorm
 from hookdrop.survey.experiment import changes
 from hookdrop.survey.isolation import Arguments, forked_rng
 from hookdrop.survey.ops import PARTS
 from hookdrop.survey.replay import replay
-from hookdrop.survey.trace import Call, Node, Trace, record
+from hookdrop.survey.trace import Call, Node, Trace, record, select_nodes
 
 
 class Subset(NamedTuple):
@@ -69,12 +60,10 @@ def find_subset(
     sizes = {size for leaf in (*given, *branch.parameters(), *branch.buffers()) for size in leaf.shape if size}
     rows = torch.arange(next(n for n in itertools.count(3) if all(s % n for s in sizes)), device=x.device) % len(x)
     value = map_leaves(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
-    cache, reason, mixed = torch.is_autocast_cache_enabled(), "", None
+    reason, mixed = "", None
     for chosen in itertools.product((False, True), repeat=len(groups)):
         arguments = frozenset(mine).union(*itertools.compress(groups.values(), chosen))
         try:
-            # A cast of a weight without gradients must not serve a later forward.
-            torch.set_autocast_cache_enabled(False)
             with forked_rng(branch), torch.no_grad():
                 some = with_rows(value, arguments, rows)[0]
                 own = frozenset(mine) if writes else frozenset[int]()
@@ -88,8 +77,8 @@ def find_subset(
             mixed = mixed or found
         except Exception as error:  # a shape that does not fit, or any other
             reason = str(error.__cause__ or error).strip().partition("\n")[0].rstrip(".")
-        finally:
-            torch.set_autocast_cache_enabled(cache)
+        finally:  # a cast of a weight without gradients must not serve a later forward
+            torch.clear_autocast_cache()
     return mixed or Subset(obstacle=f"cannot run on some of the samples ({reason})")
 
 
@@ -134,30 +123,21 @@ def _run(
     leaves = [*weights, *tensors(value)]  # the indices of nodes begin with these
     inputs = [node for node in trace.calls[0].inputs if node.leaf == "input"]
     selected = [node for node in inputs if node.index - len(weights) in arguments]
-    # In place of nodes, tensors without values, from which `tensor` selects.
-    meta = {node: node.without_values() for node in trace.calls[0].outputs}
-    results: list[Tensor] = []
-
-    def note(y: Tensor) -> Tensor:
-        results.append(y)
-        return y
-
-    output = map_leaves(trace.calls[0].output, lambda leaf: meta[leaf] if isinstance(leaf, Node) else leaf)
-    map_tensor(output, tensor, note)
-    chosen = [node for node, y in meta.items() if any(y is one for one in results)]
+    outputs, chosen = trace.calls[0].outputs, select_nodes(trace.calls[0].output, tensor)
     mixes = _mix(trace, chosen, selected, leaves, count)
     depends = trace.reached(selected)
-    rest = [node for node in meta if node not in (*chosen, *inputs)]
+    rest = [node for node in dict.fromkeys(outputs) if node not in (*chosen, *inputs)]
     # A table of positions that is repeated for each sample and head: its size depends on the samples.
     others = [node for node in rest if node in depends or any(size and size % count == 0 for size in node.shape)]
-    obstacle = f"also returns {', '.join(describe(meta[node]) for node in others)}, which depends on the samples"
+    named = ", ".join(describe(node.without_values()) for node in others)
     changed = [_whole(op.inputs[0]) for op in trace.ops if op.is_in_place]
     if any(node in selected and node.index - len(weights) not in written for node in changed):
         return Subset(obstacle="changes an argument in place")
     if any(node.leaf == "weight" for node in changed):
         return Subset(obstacle="changes a parameter or a buffer, such as statistics of a batch")
-    why = "cannot run on some of the samples (one of them changes the result of others)"
-    return Subset(arguments, len(tensors(output)), obstacle if others else "", why if mixes else "")
+    obstacle = f"also returns {named}, which depends on the samples" if others else ""
+    why = "cannot run on some of the samples (one of them changes the result of others)" if mixes else ""
+    return Subset(arguments, len(outputs), obstacle, why)
 
 
 def _mix(trace: Trace, results: list[Node], selected: list[Node], leaves: list[Tensor], count: int) -> bool:

@@ -74,10 +74,7 @@ def _given(node: Node) -> Node:
 def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches | str:
     """Return the patches among the tokens (N, L, C) that a layer returns, or why later layers need all of them.
 
-    Args:
-        model: the model without wrappers.
-        example: two different samples.
-        layer: the name of the layer.
+    `model` is without wrappers, and `example` has two different samples.
     """
     returned, outputs = _run(model, example, layer, None)
     tokens = returned[0] if len(returned) == 1 else None

@@ -35,7 +35,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.selection import named_layers, unwrapped
-from hookdrop.core.tensor_tree import bind_arguments, leaves_of, map_leaves, map_tensors, tensors
+from hookdrop.core.tensor_tree import (
+    TensorKey,
+    bind_arguments,
+    leaves_of,
+    map_leaves,
+    map_tensor,
+    map_tensors,
+    tensors,
+)
 from hookdrop.core.torch_internals import fake_tensors, storage_of, version_of
 from hookdrop.survey.isolation import Training, call, hooked, other_hooks, restored_after, restored_objects, set_modes
 
@@ -117,8 +125,6 @@ class Call:
     """The arguments by name; here and in `output`, nodes are in place of tensors."""
     output: Any = field(default=None, repr=False)
     end: int = 0
-    has_weights: bool = False
-    """Whether the module or a module inside it has parameters."""
 
     @cached_property
     def inputs(self) -> list[Node]:
@@ -211,24 +217,16 @@ class Trace:
 
     @cached_property
     def ancestors(self) -> dict[Node, int]:
-        """The nodes from which each node was computed, itself included, as a set of bits: see `bit`."""
+        """The nodes from which each node was computed, itself included, as a number: a bit for the index of each."""
         found: dict[Node, int] = {}
         for op in self.ops:
-            for node in op.inputs:
-                found.setdefault(node, 1 << len(found))
-            before = functools.reduce(operator.or_, (found[node] for node in op.inputs), 0)
-            for node in op.outputs:
-                found[node] = before | 1 << len(found)
+            before = functools.reduce(operator.or_, (found.get(node, 1 << node.index) for node in op.inputs), 0)
+            found |= {node: before | 1 << node.index for node in op.outputs}
         return found
-
-    @cached_property
-    def bit(self) -> dict[Node, int]:
-        """A number with one bit for each node."""
-        return {node: 1 << index for index, node in enumerate(self.ancestors)}
 
     def leads(self, first: Node, second: Node) -> bool:
         """Whether the second tensor is computed from the first."""
-        return first is not second and bool(self.ancestors.get(second, 0) & self.bit.get(first, 0))
+        return first is not second and bool(self.ancestors.get(second, 0) >> first.index & 1)
 
     def path(
         self, start: Node, ends: Iterable[Node], inputs: Callable[[Op], Iterable[Node]] = operator.attrgetter("inputs")
@@ -237,14 +235,8 @@ class Trace:
 
         `inputs` gives the inputs of an operation that are followed; by default, all.
         """
-        found: set[Node] = set()
-        waiting = list(ends)
-        while waiting:
-            node = waiting.pop()
-            if node not in found and node.op is not None and self.leads(start, node):
-                found.add(node)
-                waiting += inputs(node.op)
-        return sorted(found, key=lambda node: node.index)
+        found = upstream(ends, lambda op: [node for node in inputs(op) if self.leads(start, node)])
+        return sorted((node for node in found if self.leads(start, node)), key=lambda node: node.index)
 
     def reached(self, starts: Iterable[Node], gate: Node | None = None) -> set[Node]:
         """Return these nodes and all that is computed from them, not only through `gate`."""
@@ -255,9 +247,32 @@ class Trace:
         return found
 
 
+def upstream(ends: Iterable[Node], inputs: Callable[[Op], Iterable[Node]]) -> dict[Node, None]:
+    """Return these nodes and those on the way to them: `inputs` gives the inputs of an operation that are followed."""
+    found, waiting = dict[Node, None](), [*ends]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found[node] = None
+            waiting += inputs(node.op) if node.op else ()
+    return found
+
+
 def nodes_in(value: Any) -> list[Node]:
     """Return the nodes in a value, depth first."""
     return [leaf for leaf in leaves_of(value) if isinstance(leaf, Node)]
+
+
+def select_nodes(value: Any, which: TensorKey) -> list[Node]:
+    """Return the nodes in a value that `tensor` of `inject` selects, or raise `ShapeError` if there is none."""
+    shown, chosen = {node: node.without_values() for node in nodes_in(value)}, list[int]()
+
+    def look(x: Tensor) -> Tensor:
+        chosen.append(id(x))
+        return x
+
+    map_tensor(map_leaves(value, lambda leaf: shown[leaf] if isinstance(leaf, Node) else leaf), which, look)
+    return [node for node, x in shown.items() if id(x) in chosen]
 
 
 def record(model: nn.Module, example: Any, *, fake: bool = True, training: Training = False) -> Trace:
@@ -324,10 +339,8 @@ class _Recorder(TorchFunctionMode):
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         arguments, parent = self.plain(bind_arguments(module, args, kwargs)), self.stack[-1] if self.stack else None
-        entered = Call(next(self.clock), name, type(module).__name__, parent, arguments)
-        entered.has_weights = any(True for _ in module.parameters())
-        self.trace.calls.append(entered)
-        self.stack.append(entered)
+        self.stack.append(Call(next(self.clock), name, type(module).__name__, parent, arguments))
+        self.trace.calls.append(self.stack[-1])
 
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         left = self.stack.pop()
@@ -335,7 +348,7 @@ class _Recorder(TorchFunctionMode):
         if unseen:  # the module is compiled by torch.jit, or calls code of another library
             op = self._op("opaque", None, tuple(left.inputs), {}, tuple(left.inputs))
             for tensor in unseen:
-                self.new(tensor, op).has_weights |= left.has_weights
+                self.new(tensor, op).has_weights |= any(True for _ in module.parameters())
         left.output = self.plain(output)
         left.end = next(self.clock)
 
@@ -355,7 +368,8 @@ class _Recorder(TorchFunctionMode):
         inputs = [self.nodes[tensor] for tensor in given.values()]
         if self.fake_mode is not None and any(map(self.fake_mode.is_our_fake, given.values())):
             # PyTorch caches the shapes that it computes for fake tensors alone, so that equal blocks cost those of one.
-            args, kwargs = map_tensors((args, kwargs or {}), self._faked)
+            fake, plain = self.fake_mode.from_tensor, (Tensor, nn.Parameter)
+            args, kwargs = map_tensors((args, kwargs or {}), lambda x: fake(x) if type(x) in plain else x)
         result = function(*args, **kwargs or {})
         changed = [x for x, node in zip(given.values(), inputs, strict=True) if _version(x) != self.versions[node]]
         outputs = {id(x): x for x in (*(x for x in tensors(result) if x not in self.nodes), *changed)}
@@ -367,9 +381,6 @@ class _Recorder(TorchFunctionMode):
             for tensor in changed:
                 self.writes[storage_of(tensor)] = self.nodes[tensor]
         return result
-
-    def _faked(self, x: Tensor) -> Tensor:
-        return self.fake_mode.from_tensor(x) if type(x) in (Tensor, nn.Parameter) else x
 
     def _op(self, name: str, function: Any, args: Any, kwargs: Any, inputs: tuple[Node, ...]) -> Op:
         if re.search("^new_|_like$|_as$", name):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -80,22 +79,19 @@ def layer_facts(layers: Sequence[Layer], survey: Survey | None) -> list[LayerFac
     for find in (_maps, _branches, _attention, _tokens, _features):
         for name, text in find(survey):
             offers.setdefault(name, {}).setdefault(text.partition(":")[0], text)  # the first call counts
-    modules, rates = {layer.name: layer.module for layer in layers}, dict[str, list[float]]()
-    for rate in survey.drop_rates.rates:
-        value = float(attrgetter(rate.attribute)(modules[rate.layer]))
-        rates.setdefault(rate.layer, []).extend([value] if value > 0 else [])
-    return [_facts(one, survey, [*offers.get(one.name, {}).values()], rates.get(one.name, [])) for one in layers]
-
-
-def _facts(layer: Layer, survey: Survey, offers: list[str], rates: list[float]) -> LayerFacts:
-    module, calls = layer.module, survey.layers.get(layer.name, [])
-    shapes = [node.shape for call in calls[-1:] for node in call.outputs if node.fits]
-    count = len(calls) if has_forward(module) else None
-    if count and isinstance(module, nn.RNNBase):
-        offers = [*offers, "LockedDropout: time steps", 'Dropout, at="parameters": weight_hh_*']
-    if count == 0:
-        offers = [*offers, "overrides __call__, so hooks never run" if overrides_call(module) else "never called"]
-    return LayerFacts(layer.name, type(module).__name__, next(iter(shapes), None), count, tuple(offers), tuple(rates))
+    rates = [(rate.layer, rate.value_in(survey.model)) for rate in survey.drop_rates.rates]
+    found = []
+    for name, module in ((layer.name, layer.module) for layer in layers):
+        calls, fits = survey.layers.get(name, []), [*offers.get(name, {}).values()]
+        shapes = [node.shape for call in calls[-1:] for node in call.outputs if node.fits]
+        count = len(calls) if has_forward(module) else None
+        if count and isinstance(module, nn.RNNBase):
+            fits += ["LockedDropout: time steps", 'Dropout, at="parameters": weight_hh_*']
+        if count == 0:
+            fits.append("overrides __call__, so hooks never run" if overrides_call(module) else "never called")
+        own = tuple(value for layer, value in rates if layer == name and value > 0)
+        found.append(LayerFacts(name, type(module).__name__, next(iter(shapes), None), count, tuple(fits), own))
+    return found
 
 
 def _maps(survey: Survey) -> Iterator[tuple[str, str]]:

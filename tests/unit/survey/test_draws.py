@@ -51,7 +51,7 @@ def differs(model: nn.Module) -> bool:
 def test_line_and_module_of_each_draw_that_changes_the_output(name: str) -> None:
     forward = {**DRAWS, **NOTHING}[name]
     model = nn.Sequential(nn.Linear(8, 8), toy(forward)).eval()
-    found, _ = find_draws(model, X, ())
+    found = find_draws(model, X, ())
     assert bool(found) == (name in DRAWS) == differs(model)
     if name in ("Python", "NumPy"):
         return
@@ -71,15 +71,14 @@ def test_a_choice_between_equal_numbers_is_found_though_other_weights_would_deci
     router = nn.Linear(8, 4)
     nn.init.zeros_(router.weight), nn.init.zeros_(router.bias)
     model = nn.Sequential(nn.Linear(8, 8), toy(choose, router=router))
-    found, _ = find_draws(model, X, True)
+    found = find_draws(model, X, True)
     assert [line.function for line in found] == ["exponential"]
 
 
 def test_draws_of_modules_are_named_at_the_line_that_calls_them() -> None:
     model = nn.Sequential(nn.Dropout(0.5), toy(lambda m, x: m.drop(x), drop=nn.Dropout(0.5)), nn.Dropout(0.0))
-    found, forwards = find_draws(model, X, True)
+    found = find_draws(model, X, True)
     assert sorted(name for names in found.values() for name in names) == ["0", "1.drop"]
-    assert forwards <= 1 + 2 * len(found)
 
 
 def test_random_states_and_the_model_are_as_before() -> None:
