@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookdrop.core.errors import HookdropError, InjectionError
+from hookdrop.core.errors import HookdropError, InjectionError, warn
 from hookdrop.core.selection import named_layers
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import describe
@@ -26,6 +26,7 @@ from hookdrop.core.torch_internals import (
     buffers_of,
     compiler_is_imported,
     global_forward_hooks,
+    version_of,
 )
 
 Training: TypeAlias = bool | Collection[nn.Module]
@@ -40,8 +41,12 @@ def restored_after(model: nn.Module, *, trains: bool = True) -> Iterator[None]:
 
     Calls inside write to copies of the buffers, because writing old values back would be an in-place change under a
     live graph. Large buffers that no known layer writes to are not copied: in a quantized language model, these are the
-    weights. `trains` is whether the model may run in training mode, in which layers update statistics, queues and
-    codebooks: floating-point buffers of any size are then copied.
+    weights. If a forward modifies one nevertheless, a warning names it.
+
+    Args:
+        model: the model that runs inside.
+        trains: whether it may run in training mode, in which layers update statistics, queues and codebooks.
+            Floating-point buffers of any size are then copied.
 
     Raises:
         InjectionError: the model has lazy parameters, which its first forward would initialize.
@@ -87,12 +92,15 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _copied_buffers(model: nn.Module, trains: bool) -> Iterator[None]:
     tables = [(buffers_of(module), dict(buffers_of(module))) for module in model.modules()]
+    copied = {
+        id(buffer): buffer
+        for module in model.modules()
+        for buffer in buffers_of(module).values()
+        if buffer is not None and _may_be_written_to(module, buffer, trains)
+    }
     # One copy per buffer, so that shared buffers stay shared.
-    copies: dict[int, Tensor] = {}
-    for module in model.modules():
-        for buffer in buffers_of(module).values():
-            if buffer is not None and id(buffer) not in copies and _may_be_written_to(module, buffer, trains):
-                copies[id(buffer)] = buffer.detach().clone()
+    copies = {key: buffer.detach().clone() for key, buffer in copied.items()}
+    uncopied = [(name, x, version_of(x)) for name, x in model.named_buffers() if id(x) not in copies]
     try:
         for table, originals in tables:
             table.update({name: copies.get(id(buffer), buffer) for name, buffer in originals.items()})
@@ -101,11 +109,19 @@ def _copied_buffers(model: nn.Module, trains: bool) -> Iterator[None]:
         for table, originals in tables:
             table.clear()
             table.update(originals)
+        if modified := [name for name, buffer, version in uncopied if version_of(buffer) != version]:
+            warn(
+                f"this forward modified {some(modified)}, which {'is' if len(modified) == 1 else 'are'} too large to "
+                "be copied first, so the model keeps the new values.\n"
+                "  reload the model's state. Without example_input=, inject runs no forward."
+            )
 
 
 def _may_be_written_to(module: nn.Module, buffer: Tensor, trains: bool) -> bool:
-    is_state = trains and buffer.is_floating_point() and buffer.element_size() > 1
-    return is_state or isinstance(module, BatchNorm) or buffer.numel() * buffer.element_size() <= _SMALL
+    if isinstance(module, BatchNorm) or buffer.numel() * buffer.element_size() <= _SMALL:
+        return True
+    # Inference tensors have no version counter, so a change would go unnoticed.
+    return buffer.is_inference() or (trains and buffer.is_floating_point() and buffer.element_size() > 1)
 
 
 @contextmanager
@@ -221,11 +237,13 @@ def forked_rng(*where: nn.Module | Tensor) -> Iterator[None]:
     """Restore the RNG states of Python, NumPy, PyTorch and the accelerators in use on exit."""
     tensors = [t for w in where for t in ([w] if isinstance(w, Tensor) else [*w.parameters(), *w.buffers()])]
     devices = {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
-    kind = next((device.type for device in devices), "cuda")
-    indices = sorted({device.index or 0 for device in devices if device.type == kind})
+    kinds = {device.type for device in devices}
+    if len(kinds) > 1:
+        raise InjectionError(f"the model is on several types of accelerators ({', '.join(sorted(kinds))}).")
+    indices = sorted({device.index or 0 for device in devices})
     states = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     try:
-        with torch.random.fork_rng(indices, device_type=kind):
+        with torch.random.fork_rng(indices, device_type=next(iter(kinds), "cuda")):
             yield
     finally:
         random.setstate(states[0])

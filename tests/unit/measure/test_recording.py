@@ -292,6 +292,21 @@ class TestNoSideEffects:
         # Training forwards write to queues and codebooks of any size.
         assert all(at != table for training, _, at in calls if training)
 
+    def test_modified_large_buffer_is_named_in_a_warning(self) -> None:
+        def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+            m.few += 1
+            m.counts += 1
+            return x
+
+        model = nn.Sequential(toy(forward))
+        for name, size in (("counts", 2**20), ("few", 2**10)):
+            model[0].register_buffer(name, torch.zeros(size, dtype=torch.int32))
+        with pytest.warns(
+            hookdrop.HookdropWarning, match=r"modified '0\.counts', which is too large to be copied first"
+        ):
+            inject(model, Dropout(0.5), layers="0", example_input=ROWS)
+        assert model[0].few.sum() == 0
+
     def test_python_and_numpy_rng_states_are_restored(self) -> None:
         draws = toy(lambda m, x: x * (1 + 0 * random.random() + 0 * np.random.rand()))
         model = nn.Sequential(draws)
