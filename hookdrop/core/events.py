@@ -15,7 +15,7 @@ placed: list[Callable[[Any, Any, Any], None]] = []
 """Called with (plan, state, sinks) when all sinks of an injection are placed."""
 
 rates_set: list[Callable[[Any], None]] = []
-"""Called with the state after its step or a setting has changed."""
+"""Called with the state after its step, a target or a switch was set; contexts announce nothing."""
 
 MOVES = 10
 moved: list[Callable[[Any, Any, Any], None]] = []

@@ -93,20 +93,20 @@ class Injection:
         Injection.__init__(self, state["model"], [sink for sink in state["sinks"] if isinstance(sink, RateSink)])
 
     def __getitem__(self, name: str) -> Injection:
-        found = [state for state in self._live if state.name == name]
+        found = [state for state in self._present if state.name == name]
         if not found:
-            names = ", ".join(dict.fromkeys(repr(state.name) for state in self._live))
+            names = ", ".join(dict.fromkeys(repr(state.name) for state in self._present))
             raise InjectionError(f"there is no injection named {name!r} here; available: {names or 'none'}.")
         return self._only(found)
 
     def __contains__(self, name: object) -> bool:
-        return any(state.name == name for state in self._live)
+        return any(state.name == name for state in self._present)
 
     def __iter__(self) -> Iterator[Injection]:
-        return iter([self[name] for name in dict.fromkeys(state.name for state in self._live)])
+        return iter([self[name] for name in dict.fromkeys(state.name for state in self._present)])
 
     def __len__(self) -> int:
-        return len({state.name for state in self._live})
+        return len({state.name for state in self._present})
 
     def _only(self, states: Sequence[InjectionState]) -> Injection:
         narrowed = object.__new__(Injection)  # the model may be gone
@@ -118,7 +118,7 @@ class Injection:
         return tuple(dict.fromkeys([sink.state for sink in self._placed]))
 
     @property
-    def _live(self) -> list[InjectionState]:
+    def _present(self) -> list[InjectionState]:
         return [state for state in self._states if not state.removed]
 
     @property
@@ -559,10 +559,10 @@ class Injection:
 
     def remove(self) -> None:
         """Remove the hooks and restore the model. Calling it again has no effect."""
-        if not self._live:
+        if not self._present:
             return
         compiling.raise_if_tracing("remove()")
-        live = self._only(self._live)
+        live = self._only(self._present)
         try:
             events.announce(events.removing, self._model(), live._states, live._sinks)
         finally:
@@ -573,7 +573,7 @@ class Injection:
         model, sinks = self._model(), self._sinks
         gone = {id(sink) for sink in sinks}
         # First the states, so that another thread that compares the model with them does not miss the hooks.
-        for state in self._live:
+        for state in self._present:
             remaining = [sink for sink in state.live.members if sink.placed and id(sink) not in gone]
             sites = {sink.site for sink in remaining}
             state.sites = tuple(site for site in state.sites if site in sites)

@@ -48,10 +48,10 @@ first_listeners: list[Listener] = [note_call]
 
 
 class SiteHook(PlacedHook, RateSink):
-    """A forward hook that regularizes one tensor of a layer's output, or a pre-hook for one of its arguments."""
+    """A forward hook that regularizes what `tensor` selects of a layer's output, or a pre-hook for its arguments."""
 
     companions: list[CompanionHook]  # further hooks of the site, on other modules
-    own: ClassVar[tuple[str, ...]] = (
+    not_copied: ClassVar[tuple[str, ...]] = (
         *("called", "trained", "last_shape", "listeners"),
         *("train_rate", "eval_rate", "graph_break"),
     )
@@ -61,7 +61,7 @@ class SiteHook(PlacedHook, RateSink):
 
     def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
         self.site, self.p_scale, self.tensor, self.state = site.name, site.p_scale, plan.spec.tensor, state
-        self.at: str = site.at  # `"output"`; for a pre-hook `"input"`, `"skip"`, `"parameters"` or `"scores"`
+        self.at: str = site.at  # `"output"` for a hook after the forward, any other place for a pre-hook
         # `plan` checked that the regularizer can be pickled, and a deep copy takes ten times as long.
         regularizer: Regularizer = pickle.loads(pickle.dumps(site.regularizer))
         self.regularizer = regularizer
@@ -93,7 +93,7 @@ class SiteHook(PlacedHook, RateSink):
         """How compiled code runs the regularizer if it cannot be part of the graph."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in self.own}
+        return {key: value for key, value in self.__dict__.items() if key not in self.not_copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -170,7 +170,7 @@ class SiteHook(PlacedHook, RateSink):
             )
 
     def _call_in_graph(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
-        # Read only attributes that stay constant between calls; others would trigger recompilation.
+        # Branch on nothing that changes with the step, which would trigger a recompilation at every step.
         exporting = compiling.is_exporting()
         # An export does not count as a call, and PyTorch warns if it sets attributes.
         if not exporting:
@@ -269,10 +269,10 @@ class SiteHook(PlacedHook, RateSink):
         return regularized(self.regularizer, x, rate.value, **context)
 
     apply = act
-    """What a call does with its tensor: in eager code, `act` and what prepares the rest of the call."""
+    """What a call in eager code does with its tensor: `act`; `SkipHook` and `RowsHook` replace it."""
 
     def apply_in_graph(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
-        """Like `apply`, for compiled code: reads nothing that changes between calls."""
+        """Like `apply`, for compiled code: branches on nothing that changes with the step."""
         outside = self.graph_break if self.state.live.observe is None else _OBSERVED
         if outside is not None:
             y: Tensor = outside.call(self, x, rate, **context)

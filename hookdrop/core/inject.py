@@ -172,7 +172,7 @@ def without_hooks(model: nn.Module) -> Iterator[nn.Module]:
 def place(planned: Plan) -> Injection:
     """Place all sites, or none after an error, such as an `InjectionError` if a site or the name is taken."""
     kinds = [KINDS[site.kind] for site in planned.sites]
-    conflicts, others = _replaced(planned, kinds)
+    conflicts, others = _find_conflicts(planned, kinds)
     # All warnings come first: where a warning is an error, nothing has changed yet.
     for text in planned.warnings:
         warn(text)
@@ -201,7 +201,7 @@ def place(planned: Plan) -> Injection:
     return Injection(planned.model, sinks)
 
 
-def _replaced(planned: Plan, kinds: Sequence[type[RateSink]]) -> tuple[list[RateSink], list[RateSink]]:
+def _find_conflicts(planned: Plan, kinds: Sequence[type[RateSink]]) -> tuple[list[RateSink], list[RateSink]]:
     """Return the sinks that this injection replaces, at its sites and elsewhere in the model.
 
     Raises:

@@ -50,7 +50,8 @@ class PlannedSite:
     regularizer: Regularizer | None
     """Shared by all sites of an entry; each hook gets a copy."""
     at: str = "output"
-    """`"output"`, `"input"`, `"parameters"` or attention `"scores"` of the layer, or the `"skip"` around its branch."""
+    """`"output"`, `"input"`, `"parameters"` or attention `"scores"` of the layer, the `"skip"` around its branch, or an
+    `"attribute"` of the model's own dropout."""
     p_scale: float = 1.0
     branch: str = ""
     """For a skip: the name of the branch's first layer, relative to this layer."""
@@ -77,8 +78,8 @@ class PlannedSite:
         self.kind, regularizer = self.at, self.regularizer
         if regularizer is not None:
             self.target = rate_of(regularizer)
-            skips = "rows" in regularizer.needs or "layer_input" in regularizer.needs
-            if skips and self.at in ("output", "input"):
+            runs_on_rows = "rows" in regularizer.needs or "layer_input" in regularizer.needs
+            if runs_on_rows and self.at in ("output", "input"):
                 self.kind = "rows"
 
     @property

@@ -41,7 +41,7 @@ class LiveState:
         """Weak references to the hooks, so that a copy of one layer does not copy the others."""
         self.known_sites: set[str] = set()  # the sites of all current and former members
         self.follower: Follower | None = None
-        self.was_stepped = False  # whether `step`, `seek` or `follow` has changed the step count in this process
+        self.was_stepped = False  # whether anything has set the step count in this process
         self.steps_ahead: int | None = None
         """How many more steps a followed optimizer has taken, until the step is set; 0 if it does not tell."""
         self.moves = 0  # how many times the step count changed

@@ -33,7 +33,7 @@ def message(kind: str, it: object, found: Any = ()) -> str:
 
 
 MESSAGES = {
-    # --- in a plan: the first four without a forward
+    # --- in a plan; those of `guards.plan.WITHOUT_FORWARD` need no forward
     "erased": (
         "the rate of {counted} reaches 1, which drops everything there: {sites}.\n"
         "  p is a fraction: 1 percent is p=0.01, and keep_prob=1.0 drops nothing."

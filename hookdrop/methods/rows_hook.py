@@ -67,12 +67,16 @@ class RowsHook(Around):
     which it then returns all rows, or the same for any samples. If this is false or unknown, it runs on all samples.
     """
 
-    own = (*Around.own, "subsets", "select", "put_back")
+    not_copied = (*Around.not_copied, "subsets", "select", "put_back")
     nested = "and would skip samples of samples.\n  hook a layer inside it."
 
     def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
         super().__init__(site, plan, state)
         self.at = "input"
+
+    @staticmethod
+    def place_of(module: nn.Module | None, what: Any) -> Any:
+        return id(module), "output"  # what it changes, although it begins at the input
 
     @classmethod
     def refuse_beside(cls, site: Any, present: Sequence[RateSink]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookdrop
-from hookdrop import InjectionError, LayerDrop, LayerError, LinearSchedule, inject, plan
+from hookdrop import Dropout, InjectionError, LayerDrop, LayerError, LinearSchedule, find, inject, plan
 from hookdrop.recipes import layer_drop
 from tests.support.models import toy
 
@@ -308,6 +308,16 @@ def test_writes_to_another_argument_are_kept() -> None:
     for _ in range(5):
         hooked(X, total := torch.zeros_like(X))
         torch.testing.assert_close(total, hooked.layers[0].fc(X))
+
+
+@pytest.mark.parametrize(("first", "second"), [(LayerDrop(0.5), Dropout(0.5)), (Dropout(0.5), LayerDrop(0.5))])
+def test_a_skipped_layer_is_regularized_at_its_output_in_either_order(first: Any, second: Any) -> None:
+    hooked = model()
+    inject(hooked, first, layers="layers.0")
+    with pytest.raises(InjectionError, match="1 site already carries"):
+        inject(hooked, second, layers="layers.0", name="b")
+    inject(hooked, second, layers="layers.0", name="b", on_existing="replace")
+    assert [drop.name for drop in find(hooked)] == ["b"]
 
 
 def test_what_cannot_be_skipped_by_rows_is_an_error() -> None:
