@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from hookdrop.core.errors import InjectionError
-from hookdrop.core.parts import REGULARIZERS
 from hookdrop.core.regularizer import Rate, Regularizer
 
-# Other libraries' names of classes that hookdrop has too.
-_OTHER_NAMES = {"DropBlock2d": "DropBlock", "DropBlock3d": "DropBlock", "StochasticDepth": "DropPath"}
+_SAME = ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath", "FeatureAlphaDropout")
+_EQUIVALENTS = dict(zip(_SAME, _SAME, strict=True), StochasticDepth="DropPath")
+"""Names of other libraries' classes, and the equivalent hookdrop classes."""
+_EQUIVALENTS |= dict.fromkeys(("DropBlock2d", "DropBlock3d"), "DropBlock")
 RATE_NAMES = ("p", "drop_prob", "drop_rate")
 
 
@@ -55,7 +56,7 @@ class ForeignModule(Regularizer):
     @property
     def graph_break(self) -> str:
         instead = "remove fullgraph=True"
-        if (ours := _OTHER_NAMES.get(self.title, self.title)) in REGULARIZERS:
+        if ours := _EQUIVALENTS.get(self.title):
             settings = [(name, getattr(self.module, name, None)) for name in ("block_size", "mode")]
             more = "".join(f", {name}={value!r}" for name, value in settings if value is not None)
             instead = f"use hookdrop.{ours}(p={self.p:g}{more}), which compiles without a graph break"

@@ -63,7 +63,7 @@ def hooks_removed(model: nn.Module) -> Iterator[None]:
     """Remove all hookdrop hooks from `model` inside the context, and restore them with the same order and ids."""
     lives = set()
     for module, hook in hooks_of(model):
-        hook.settle(module)
+        hook.settle(module, left_only=True)
         lives.add(hook.state.live)
     modules = [module for module in model.modules() if _entries(module)]
     tables = []  # (table, previous entries, our hooks in it by key)

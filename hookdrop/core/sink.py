@@ -123,8 +123,8 @@ class PlacedHook:
         table = None if self.handle is None else self.handle.hooks_dict_ref()
         return any(getattr(module, name) is table for name, _ in HOOK_TABLES)
 
-    def settle(self, module: nn.Module) -> None:
-        """Undo what an interrupted call (KeyboardInterrupt) has left on the module: PyTorch then runs no more hooks."""
+    def settle(self, module: nn.Module, *, left_only: bool = False) -> None:
+        """End the calls in progress, or only those that an interrupt has left: PyTorch then runs no more hooks."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A process that is started with the model gets the hooks: it trains, and its hookdrop is the same.

@@ -48,6 +48,7 @@ class UpdateCounter:
         self.compared = copied  # whether the model was compared with its injection
         self.updates = self.updates_since_step = 0
         self.steps_of_others = 0  # steps of optimizers that do not train the model, before it was trained
+        self._groups: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
         self._progress: tuple[int, object] = (0, None)  # the moves of the schedule, and what it followed last
         self._owner: tuple[weakref.ref[nn.Module], str] | None = None
         """The module and name of the weight. A weak reference to the parameter itself would prevent swapping it."""
@@ -71,8 +72,13 @@ class UpdateCounter:
         return None
 
     def is_trained_by(self, optimizer: Optimizer) -> bool:
-        weight = self._weight()
-        return any(weight is parameter for group in optimizer.param_groups for parameter in group["params"])
+        """Whether the optimizer has a parameter of the model. It is looked up once for each number of groups."""
+        groups, model = len(optimizer.param_groups), self.model()
+        if self._groups.get(optimizer, (0, False))[0] != groups:
+            own = {id(one) for one in (() if model is None else model.parameters())}
+            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._groups[optimizer] = groups, any(id(parameter) in own for parameter in trained)
+        return self._groups[optimizer][1]
 
     def was_updated(self) -> bool:
         """Whether the weights were updated often enough for a warning, also if no update was noticed."""

@@ -212,7 +212,8 @@ class ParameterHook(Around):
             names: Any = module._flat_weights_names
             weights = [changed.get(name, getattr(module, name)) for name in names]
             hiding = hiding | {"_flat_weights": weights, "_flat_weight_refs": [weakref.ref(x) for x in weights]}
-        self.calls.replace({name: attributes.get(name) for name in changed | hiding})
+        before = {name: attributes.get(name) for name in changed | hiding}
+        self.calls.replace(before | (self.calls.value or {}))  # the check of a first call may have hidden some
         for name in changed.keys() - hiding.keys():
             attributes.pop(name, None)
         attributes.update(hiding)

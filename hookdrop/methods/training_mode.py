@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hookdrop.core.needs import CallValue
 from hookdrop.core.sink import CompanionHook
 from hookdrop.core.tensor_tree import tensors
 from hookdrop.core.torch_internals import at_end_of_backward, graph_task
@@ -40,7 +39,8 @@ class TrainingMode:
             TrainingMode.fast_path = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
         self.active.add(self)
-        self._before = CallValue()  # the modules of the calls in progress, and their flags
+        # Of the calls in progress, on all threads: the flag is one, whichever thread sets it.
+        self._before: list[tuple[nn.Module, bool]] = []
         enter, leave = _Switch(self, TrainingMode._enter), _Switch(self, TrainingMode._leave)
         self.handle: Any = module.register_forward_pre_hook(enter)  # None after the removal
         enter.handle = self.handle
@@ -49,7 +49,7 @@ class TrainingMode:
         self._handles = enter.handle, leave.handle
 
     def _enter(self, module: nn.Module, *call: Any) -> None:
-        self._before.start((module, module.training))
+        self._before.append((module, module.training))
         module.training = True
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -57,19 +57,18 @@ class TrainingMode:
             again = partial(_as_in_forward, [(module, "training", True), *self._rate()])
             for node in {x.grad_fn for x in tensors(output) if x.grad_fn is not None}:
                 node.register_prehook(again)
-        self._restore()
-
-    def _restore(self) -> None:
-        if self._before.stack:
-            module, training = self._before.end()
-            module.training = training
+        for index, (running, training) in reversed(list(enumerate(self._before))):
+            if running is module:  # not a replica of it on another device
+                module.training = training
+                del self._before[index]
+                break
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self.handle = None
-        while self._before.stack:  # an interrupt runs no hooks
-            self._restore()
+        for module, training in reversed(self._before):  # an interrupt runs no hooks
+            module.training = training
         self.active.discard(self)
         for stack in self.backwards.values():  # of those that failed
             stack.close()

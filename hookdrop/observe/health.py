@@ -182,13 +182,13 @@ class statistics(Watch[LayerStatistics]):
         if self._steps[optimizer] % self.every == 0:
             trained = [p for p in params if p in self._parameters and p.requires_grad]
             self._old[optimizer] = {p: p.detach().clone() for p in trained}
-            self._norms |= {p: [_norm(p.grad)] for p in trained if p.grad is not None}
+            if not _closure(args, kwargs):  # some optimizers change or delete the gradients
+                self._norms |= {p: [_norm(p.grad)] for p in trained if p.grad is not None}
         self._steps[optimizer] += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for p, old in self._old.pop(optimizer, {}).items():
-            # A closure computes gradients inside the step; some optimizers delete them there.
-            known = self._norms.get(p, [])[:1] if p.grad is None else [_norm(p.grad)]
+            known = [_norm(p.grad)] if _closure(args, kwargs) and p.grad is not None else self._norms.get(p, [])[:1]
             if known:
                 self._norms[p] = [*known, _norm(p), _norm(old.sub_(p.detach()))]
 
@@ -319,6 +319,11 @@ class _Units:
     values: int = 0  # of each
     alive: Any = False  # whether it was ever not zero
     stuck: Any = 0  # how many values were near a bound of the activation
+
+
+def _closure(args: Any, kwargs: Any) -> Any:
+    """Return the function that computes the gradients inside an optimizer step, if there is one."""
+    return (*args[1:], kwargs.get("closure"))[0]
 
 
 def _norm(x: Tensor) -> Tensor:

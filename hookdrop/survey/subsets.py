@@ -106,6 +106,7 @@ def _without_hooks(branch: nn.Module) -> nn.Module:
     """Return a module that shares everything with the branch, except its own hooks, which are running."""
     twin: nn.Module = object.__new__(type(branch))
     vars(twin).update(vars(branch), **{name: OrderedDict() for one, more in HOOK_TABLES for name in (one, *more)})
+    twin._compiled_call_impl = None  # of `branch.compile()`, which calls the branch itself
     return twin
 
 

@@ -55,6 +55,12 @@ class TestSchedules:
             optimize(model, UPDATES_BEFORE_WARNING, optimizer)
         assert len(caught) == 1
 
+    def test_an_optimizer_of_the_last_layer_alone_is_noticed(self) -> None:
+        model, *_ = training(10)
+        head = torch.optim.Adam(model[2].parameters())
+        with pytest.warns(HookdropWarning, match="is still at step 0"):
+            optimize(model, 2 * UPDATES_BEFORE_WARNING, head)
+
     def test_gradient_accumulation_and_recurrent_calls_do_not_count_as_updates(self) -> None:
         train(training(10)[0], torch.ones(2), 1000)
 

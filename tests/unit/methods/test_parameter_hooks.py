@@ -366,6 +366,12 @@ class TestRefusals:
             model(x)
         assert shows_its_parameters(model[0])
 
+    def test_a_function_of_ones_own_regularizes_in_every_forward(self, linear, x):
+        model, _ = placed(linear, torch.tanh)
+        for _ in range(3):
+            assert torch.equal(model(x), nn.functional.linear(x, linear.weight.tanh(), linear.bias))
+            assert shows_its_parameters(linear)
+
     def test_a_function_that_works_in_place_leaves_the_parameter(self, linear, x):
         before = linear.weight.detach().clone()
         model, _ = placed(linear, torch.relu_)

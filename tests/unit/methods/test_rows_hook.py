@@ -1,6 +1,8 @@
 """A layer that is skipped is not computed: `LayerDrop` runs it on the samples that are kept."""
 
 import copy
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookdrop
-from hookdrop import Dropout, InjectionError, LayerDrop, LayerError, LinearSchedule, find, inject, plan
+from hookdrop import Dropout, HookdropWarning, InjectionError, LayerDrop, LayerError, LinearSchedule, find, inject, plan
 from hookdrop.recipes import layer_drop
 from tests.support.models import toy
 
@@ -318,6 +320,31 @@ def test_a_skipped_layer_is_regularized_at_its_output_in_either_order(first: Any
         inject(hooked, second, layers="layers.0", name="b")
     inject(hooked, second, layers="layers.0", name="b", on_existing="replace")
     assert [drop.name for drop in find(hooked)] == ["b"]
+
+
+def test_hooks_that_are_hidden_inside_a_forward_put_back_the_rows() -> None:
+    """`plan`, `sampling` and `without_hooks` hide hooks."""
+    hides: list[bool] = []
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with hookdrop.without_hooks(hooked) if hides else nullcontext():
+            return x + m.fc(x)
+
+    hooked = model(forward)
+    inject(hooked, LayerDrop(0.5, "row"), layers="layers.*")
+    hooked(X)
+    hides.append(True)
+    assert hooked(X).shape == X.shape
+
+
+def test_a_layer_that_is_compiled_alone_runs_on_the_kept_samples() -> None:
+    hooked = model(layers=1)
+    inject(hooked, LayerDrop(0.5, "row"), layers="layers.*")
+    hooked.layers[0].compile(backend="eager")
+    with warnings.catch_warnings(action="error", category=HookdropWarning):
+        for _ in range(5):
+            assert hooked(X).shape == X.shape
+    assert min(hooked.layers[0].sizes) < len(X)
 
 
 def test_what_cannot_be_skipped_by_rows_is_an_error() -> None:
