@@ -193,7 +193,12 @@ def enable_hook_guards() -> bool:
 
 def runs_compiled_code() -> bool:
     """Whether Python runs functions inside a compiled call, but outside of its graphs, and compiles them one by one."""
-    return "torch._dynamo" in sys.modules and callable(_C._dynamo.eval_frame.get_eval_frame_callback())
+    if "torch._dynamo" not in sys.modules:
+        return False
+    # Not `get_eval_frame_callback`, which in PyTorch 2.6 returns a reference that it does not own: a crash.
+    callback = _C._dynamo.eval_frame.set_eval_frame(None)
+    _C._dynamo.eval_frame.set_eval_frame(callback)
+    return callable(callback)
 
 
 def skip_frames_of(*functions: Any) -> None:
