@@ -37,7 +37,7 @@ def test_all_parts_are_printed_and_written(tmp_path: Path, capsys: pytest.Captur
     text, results = capsys.readouterr().out, json.loads((tmp_path / "results.json").read_text())
     machine, names = results["machine"], list(peers.implementations())
     assert (machine["threads"], machine["kernel"]) == (1, native.available())
-    assert set(machine["versions"]) == {"hookdrop", "torch", "torchvision", "timm"}
+    assert set(machine["versions"]) >= {"hookdrop", "torch", "torchvision", "timm"}  # another test may import more
     assert results["settings"]["shapes"] == SHAPES
     for shape in SHAPES:
         found = results["main"][shape]
