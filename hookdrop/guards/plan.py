@@ -25,7 +25,8 @@ _KEEP_RATES = 0.8, 0.95  # probably the fraction to keep
 def plan_warnings(plan: Any, seen: Sequence[Any] = ()) -> dict[str, str]:
     """Return the warnings about the sites of a plan: without a forward, or with what one has `seen` (`LayerCalls`)."""
     of_layers = () if plan.recipe else ("already_drops",)  # a recipe knows the dropout of the model
-    without = WITHOUT_FORWARD[:1] if plan.sites[0].attribute else WITHOUT_FORWARD  # of its own dropout, only "erased"
+    # The rates of dropout that the model already has can only be too high ("erased", the first kind).
+    without = WITHOUT_FORWARD[:1] if plan.sites[0].attribute else WITHOUT_FORWARD
     kinds = (*WITH_FORWARD, *of_layers) if seen else without
     return find(kinds, Planned(plan, seen))
 

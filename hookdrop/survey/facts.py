@@ -192,7 +192,7 @@ class Survey:
         if name not in self.layers or not self._has_values:
             return ""
         call, arguments = self.layers[name][-1], repr(map_leaves(self.layers[name][-1].arguments, _shape))
-        # Equal layers run alike, except one that has another library's hook.
+        # Equal layers share a result, but a layer with another library's hook may behave differently.
         alone = name if other_hooks(self.model.get_submodule(name)) else ""
         key = self.trace.kinds[name], alone, arguments, argument, tensor, writes
         if key not in self._subsets:
