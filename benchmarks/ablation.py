@@ -56,6 +56,7 @@ RULES: dict[str, Callable[..., Any]] = {
     f"{HEADS}._are_weights": lambda *_: True,
     f"{HEADS}._has_constant": lambda _: False,
     f"{HEADS}._weighs_positions": lambda *_: True,
+    f"{HEADS}._is_routed": lambda _: False,
     "hookdrop.methods.branches._apart": lambda *_: [],
 }
 """By its full name, each rule with what stands for it when it is off."""

@@ -47,6 +47,9 @@ class Scores:
     """Their shapes (..., L, S). A function that hides its operations shows none."""
 
 
+_SUMMED = "its weights are multiplied and summed, not in a product of matrices"
+
+
 class _NoHeadsError(Exception):
     """Why the input of a layer cannot be divided into heads."""
 
@@ -56,7 +59,10 @@ def find_heads(trace: Trace) -> dict[str, Heads | str]:
     hidden = [op.call.name for op in trace.ops if op.name in HIDDEN_ATTENTION and op.call is not None]
     found: dict[str, Heads | str] = dict.fromkeys(hidden, "it computes its projection without calling the layer")
     projections: dict[Node, tuple[str, list[Op]]] = {}
-    for core in attention_cores(trace):
+    for core, known in _cores(trace):
+        if core.name == "sum":
+            found.update({_home(trace, core, one): _SUMMED for node, one in known if _are_weights(trace, node, one)})
+            continue
         projection = _follow(trace, core)
         if isinstance(projection, str):
             found[core.call.name if core.call else ""] = projection
@@ -163,7 +169,7 @@ def _weighs_positions(trace: Trace, core: Op, softmax: Op, mixing: set[Op], cach
     if softmax.name == SHOWN_ATTENTION:  # it applies the weights itself
         return True
     if core.name == "sum":
-        return "its weights are multiplied and summed, not in a product of matrices"
+        return _SUMMED
     weights = None if core is softmax else softmax.outputs[0]
     way = trace.path(weights, core.outputs) if weights else []
     values = [core.argument(2, "value")] if weights is None else [x for x in core.inputs if x not in (weights, *way)]
@@ -182,7 +188,7 @@ def _sources(ends: Sequence[Node], ops: set[Op], mixing: set[Op]) -> list[Node]:
         node = waiting.pop()
         op = node.op
         data = [one for one in op.inputs if one.is_data and one.fits] if op else []
-        if op is None or not data or op in mixing:
+        if op is None or not data or op in mixing or _is_routed(op):
             starts.update({node: None} if node.is_data else {})
         elif op not in ops:
             ops.add(op)
@@ -192,6 +198,11 @@ def _sources(ends: Sequence[Node], ops: set[Op], mixing: set[Op]) -> list[Node]:
                 equal = [] if op.name in {*PRODUCTS, FUSED_ATTENTION} else [x for x in data if x.shape == node.shape]
                 waiting += sorted(equal, key=_index)[-1:] or data
     return [*starts]
+
+
+def _is_routed(op: Op) -> bool:
+    """Whether an operation chooses rows by numbers that depend on the example, as for experts."""
+    return any(node.is_data and node.dtype in (torch.int32, torch.int64) for node in op.inputs)
 
 
 def _follow(trace: Trace, core: Op) -> tuple[Call, Node] | str | None:

@@ -131,6 +131,7 @@ OWNERS = {
     "heads._are_weights": "transformers:openai_privacy_filter",
     "heads._has_constant": "transformers:ijepa",
     "heads._weighs_positions": "timm:edgenext_xx_small",
+    "heads._is_routed": "transformers:inkling2_loop_text",
     "methods.branches._apart": "transformers:olmo_hybrid",
 }
 """A model that needs each special rule of the survey. `is_affine` is for adapters: test_adapters_are_no_branches."""

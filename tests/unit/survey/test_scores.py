@@ -60,6 +60,13 @@ def routed(m: Any, x: Tensor) -> Tensor:
     return (m.gate(x).softmax(-1).unsqueeze(-2) @ torch.stack([one(x) for one in m.experts], -2)).squeeze(-2)
 
 
+def between_blocks(m: Any, x: Tensor) -> Tensor:
+    """Attention between two outputs at each position, as in Inkling 2: the second has sorted its rows by expert."""
+    order = (rows := x.flatten(0, 1))[:, 0].argsort()
+    rows = (rows[order] * m.memory.weight[0])[order.argsort()]
+    return (m.sink(x).softmax(-1).unsqueeze(-2) @ torch.stack([x, rows.view_as(x)], -2)).squeeze(-2)
+
+
 def restored(m: Any, x: Tensor) -> Tensor:
     """Attention between channels, whose values a depthwise convolution has just changed."""
     return attend(*m.grouped(m.qkv(x).mT).chunk(3, 1)).mT
@@ -68,6 +75,7 @@ def restored(m: Any, x: Tensor) -> Tensor:
 KINDS: dict[str, tuple[Callable[..., Tensor], list[bool]]] = {
     "class probabilities after attention": (lambda m, x: m.gate(attend(*qkv(m, x)).mean(1)).softmax(-1), [True, False]),
     "router of experts as a product": (routed, [True, False]),
+    "between blocks of experts": (between_blocks, [False]),
     "gate of tokens": (lambda m, x: attend(*qkv(m, x * m.one(x).mT.softmax(-1).mT)), [False, True]),
     "attention pooling of the input": (lambda m, x: m.one(x).mT.softmax(-1) @ x, [True]),
     "values on the left": (lambda m, x: qkv(m, x)[0].mT @ (x @ x.mT).softmax(-1).mT, [True]),
@@ -122,6 +130,18 @@ def test_scores_belong_to_the_module_that_computes_them() -> None:
     weigh = toy(lambda m, x: (m.q(x) @ x.mT).softmax(-1), q=nn.Linear(8, 8))
     model = toy(lambda m, x: m.two(m.one(x) @ x) @ x, one=weigh, two=copy.deepcopy(weigh))
     assert [site.name for site in plan(model, recipes.drop_key(p=0.5), example_input=X).sites] == ["one", "two"]
+
+
+def test_head_dropout_names_attention_that_is_multiplied_and_summed() -> None:
+    """As the deformable attention of Deformable DETR."""
+    parts = {"qkv": nn.Linear(8, 24), "proj": nn.Linear(8, 8)}
+    project = toy(lambda m, x: m.proj(attend(*heads(m, x)).transpose(1, 2).flatten(2)), **parts)
+    model = nn.Sequential(project, mixer(KINDS["multiplied and summed"][0]))
+    found = plan(model, recipes.head_dropout(p=0.5), example_input=X)
+    assert [site.name for site in found.sites] == ["0.proj"]
+    assert found.warnings == [
+        "head_dropout skips '1': its weights are multiplied and summed, not in a product of matrices."
+    ]
 
 
 def test_a_layer_without_an_example_or_with_attention_only_inside_it_is_refused() -> None:
