@@ -143,7 +143,10 @@ def test_recipes_for_audio_find_sites_in_a_speech_model(name: str) -> None:
     assert hookdrop.plan(whisper(), getattr(recipes, name)(), example_input=SPEECH).sites
 
 
-ARCHITECTURE = re.sub(r"^```.*?^```$", "", (ROOT / "docs" / "architecture.md").read_text(), flags=re.M | re.S)
+_TEXTS = [
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("architecture", "project/extending", "project/decisions")
+]
+ARCHITECTURE = re.sub(r"^```.*?^```$", "", "\n".join(_TEXTS), flags=re.M | re.S)
 FILES = [path for folder in ("hookdrop", "tests", "benchmarks") for path in (ROOT / folder).rglob("*")]
 
 
