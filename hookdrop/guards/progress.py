@@ -9,11 +9,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedParameter, is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -21,7 +21,7 @@ from hookdrop.core import events
 from hookdrop.core.hook import SiteHook, first_listeners
 from hookdrop.core.sink import RateSink
 from hookdrop.core.state import InjectionState
-from hookdrop.core.torch_internals import parameters_of, version_of
+from hookdrop.core.torch_internals import dispatch_modes, functorch_stack, parameters_of, version_of
 from hookdrop.guards.messages import find, warn_each
 from hookdrop.guards.problems import CHANGES, USE, Comparison, check_first_shape, shape_warnings
 
@@ -54,6 +54,8 @@ class UpdateCounter:
         """The module and name of the weight. A weak reference to the parameter itself would prevent swapping it."""
         weight = self._weight()
         self._first_version = self._version = None if weight is None else version_of(weight)
+        self.sampler: str | None = None  # the site in whose calls values of the weights are read
+        self._values: list[float] | None = None
 
     def _weight(self) -> nn.Parameter | None:
         """Return the first trainable parameter. It is cached, because a search at every step would be slow."""
@@ -86,12 +88,26 @@ class UpdateCounter:
         moved = 0 if weight is None or self._first_version is None else version_of(weight) - self._first_version
         return max(self.updates, moved) >= UPDATES_BEFORE_WARNING
 
-    def notice_update(self, state: InjectionState, after: Optimizer | None = None) -> None:
-        """Count an update if the weight's version changed since the last call, or `after` a step of its optimizer."""
+    def _sample(self) -> list[float] | None:
+        """Return a value of each of about 8 trainable weights; None where none can be read. It waits for a GPU."""
+        model, cuda = self.model(), cast("Any", torch.cuda)
+        capturing = cuda.is_initialized() and cuda.is_current_stream_capturing()
+        if model is None or capturing or dispatch_modes() > 0 or functorch_stack() is not None:
+            return None
+        own = [x for x in model.parameters() if x.requires_grad and not hasattr(x, "placements") and not is_lazy(x)]
+        return [x.detach()[(0,) * x.dim()].item() for x in own[:: len(own) // 8 + 1] if x.numel()]
+
+    def notice_update(self, state: InjectionState, after: Optimizer | None = None, samples: bool = False) -> None:
+        """Count an update if the weight's version or, if it `samples`, values changed, or `after` a step."""
         weight, live = self._weight(), state.live
         before, self._version = self._version, None if weight is None else version_of(weight)
-        # Fused kernels and writes to `.data` do not increment the version.
+        # Fused kernels and writes to `.data`, as of fastai's optimizers, do not increment the version.
         changed = before != self._version or (after is not None and self.is_trained_by(after))
+        if changed:
+            self._values = None
+        elif samples:
+            values, self._values = self._values, self._sample()
+            changed = None not in (values, self._values) and values != self._values
         self.updates += changed
         if live.loss_terms is not None:
             live.loss_terms.note_updates(self.updates)
@@ -331,7 +347,8 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
         return hook.unsubscribe(watch_forwards)
     if not torch.is_grad_enabled():
         return None  # validation or inference
-    counter.notice_update(state)
+    counter.sampler = counter.sampler or hook.site
+    counter.notice_update(state, samples=module.training and counter.sampler == hook.site)
     if module.training:
         warn_each(state, schedule_problems(state))
     elif live.root is not None and state.enabled and not live.contexts and counter.was_updated():

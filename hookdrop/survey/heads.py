@@ -59,9 +59,9 @@ def find_heads(trace: Trace) -> dict[str, Heads | str]:
     hidden = [op.call.name for op in trace.ops if op.name in HIDDEN_ATTENTION and op.call is not None]
     found: dict[str, Heads | str] = dict.fromkeys(hidden, "it computes its projection without calling the layer")
     projections: dict[Node, tuple[str, list[Op]]] = {}
-    for core, known in _cores(trace):
+    for core, factors in _cores(trace):
         if core.name == "sum":
-            found.update({_home(trace, core, one): _SUMMED for node, one in known if _are_weights(trace, node, one)})
+            found.update({_home(trace, core, one): _SUMMED for node, one in factors if _are_weights(trace, node, one)})
             continue
         projection = _follow(trace, core)
         if isinstance(projection, str):
