@@ -10,7 +10,7 @@ import ctypes
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,7 +42,7 @@ def may_be_recomputed() -> bool:
     if internals.saved_tensors_hooks is not None:
         return internals.saved_tensors_hooks(True) is not None
     # PyTorch 2.6 and 2.7 cannot report it, but `checkpoint` is on the call stack.
-    return _is_called_by(lambda code: code is _checkpoint_code())
+    return _checkpoint_code() in _callers()
 
 
 @cache
@@ -55,10 +55,12 @@ def _checkpoint_code() -> CodeType:
 
 def running_checkpoint() -> tuple[bool, Any]:
     """Return what changes where the forward of a checkpoint begins: whether it is a reentrant one, or its hooks."""
-    read = internals.saved_tensors_hooks
-    hooks: Any = read(True) if read else _is_called_by(lambda code: code is _checkpoint_code())
-    hooked = hooks is True or (hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint")
-    return not torch.is_grad_enabled() and is_inside_autograd_function(), hooks if hooked else None
+    is_reentrant = not torch.is_grad_enabled() and is_inside_autograd_function()
+    if internals.saved_tensors_hooks is None:
+        return is_reentrant, [*_callers()].count(_checkpoint_code())
+    hooks: Any = internals.saved_tensors_hooks(True)
+    hooked = hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return is_reentrant, hooks if hooked else None
 
 
 _COLLECTORS = frozenset({"update_bn", "bn_update", "update_bn_stats"})
@@ -72,7 +74,7 @@ def collects_statistics() -> bool:
     Nothing else distinguishes these passes from those of a momentum encoder, which also run in training mode without
     gradients.
     """
-    return _is_called_by(lambda code: code.co_name in _COLLECTORS)
+    return any(code.co_name in _COLLECTORS for code in _callers())
 
 
 def is_inside_autograd_function() -> bool:
@@ -80,19 +82,20 @@ def is_inside_autograd_function() -> bool:
 
     Its first argument is the context that saves tensors for the backward pass.
     """
-    return _is_called_by(lambda code: code.co_varnames[:1] == ("ctx",))
+    return any(code.co_varnames[:1] == ("ctx",) for code in _callers())
 
 
 def is_inside_reentrant_checkpoint() -> bool:
     """Whether the forward of a reentrant checkpoint is running. Its class has this name in every library."""
-    return _is_called_by(lambda code: code.co_qualname == "CheckpointFunction.forward")
+    return any(code.co_qualname == "CheckpointFunction.forward" for code in _callers())
 
 
-def _is_called_by(matches: Callable[[CodeType], bool]) -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not matches(frame.f_code):
+def _callers() -> Iterator[CodeType]:
+    """Yield the code of each frame on the stack, from the innermost."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code
         frame = frame.f_back
-    return frame is not None
 
 
 class NotedCall(NamedTuple):

@@ -95,7 +95,8 @@ class UpdateCounter:
         if model is None or capturing or dispatch_modes() > 0 or functorch_stack() is not None:
             return None
         own = [x for x in model.parameters() if x.requires_grad and not hasattr(x, "placements") and not is_lazy(x)]
-        return [x.detach()[(0,) * x.dim()].item() for x in own[:: len(own) // 8 + 1] if x.numel()]
+        read = [x.detach()[(0,) * x.dim()] for x in own[:: len(own) // 8 + 1] if x.numel() and not x.is_meta]
+        return [x.item() for x in read]
 
     def notice_update(self, state: InjectionState, after: Optimizer | None = None, samples: bool = False) -> None:
         """Count an update if the weight's version or, if it `samples`, values changed, or `after` a step."""
@@ -348,7 +349,7 @@ def watch_forwards(hook: SiteHook, module: nn.Module, value: Any) -> None:
     if not torch.is_grad_enabled():
         return None  # validation or inference
     counter.sampler = counter.sampler or hook.site
-    counter.notice_update(state, samples=module.training and counter.sampler == hook.site)
+    counter.notice_update(state, samples=module.training and not driven and counter.sampler == hook.site)
     if module.training:
         warn_each(state, schedule_problems(state))
     elif live.root is not None and state.enabled and not live.contexts and counter.was_updated():

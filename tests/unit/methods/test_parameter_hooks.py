@@ -253,6 +253,8 @@ class TestCheckpointInsideTheLayer:
             assert shows_its_parameters(model[0])
             return [model[0].weight.grad, x.grad]
 
+        if torch.__version__ < (2, 8) and (forward, around) == (INSIDE[1], MODES[True]):
+            pytest.skip("an error that leaves both checkpoints fails an assertion of this PyTorch")
         if forward in BEFORE:
             torch.testing.assert_close(gradients(forward, around), gradients(body), rtol=0, atol=0)
         else:

@@ -271,7 +271,7 @@ def nested(*qkv: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], type[Exception], str]] = {
     "flex attention": (flex, InjectionError, "flash and flex kernels hide scores"),
-    "two masks, as in PyTorch": (partial(SDPA, attn_mask=BOOL, is_causal=True), RuntimeError, "is_causal"),
+    "two masks": (partial(SDPA, attn_mask=BOOL, is_causal=True), InjectionError, "is_causal"),
     "nested tensors": (nested, ShapeError, "NestedTensor"),
     "one axis": (lambda q, k, v: drop_key(torch.ones(3), 0.5), ShapeError, r"got \(3,\)"),
     "a checkpoint, which recomputes without the hooks of the layer": (
