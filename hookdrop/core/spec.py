@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor, nn
 
@@ -73,6 +73,8 @@ class InjectionSpec(metaclass=NamedArguments):
     on_existing: str = "error"
     portable: bool = False
 
+    _argument_note: ClassVar[str] = "\n  of inject itself: inject(model, spec, total_steps=N, example_input=x)"
+
     def __post_init__(self) -> None:
         """Find settings that are invalid for any model."""
         one_of(self.at, "at", "inject", PLACES)
@@ -108,6 +110,11 @@ class InjectionSpec(metaclass=NamedArguments):
     @cached_property
     def source(self) -> Any:
         """The regularizer, the recipe or the mapping, made from strings."""
+        if isinstance(self.regularizer, Mapping) and {"regularizer", "layers"} <= self.regularizer.keys():
+            raise TypeError(
+                "inject got the settings of a spec in a mapping.\n"
+                "  write: inject(model, InjectionSpec.from_dict(settings))"
+            )
         found = _read(self.regularizer)
         for one in found.values() if isinstance(found, Mapping) else [found]:
             if isinstance(one, Schedule):

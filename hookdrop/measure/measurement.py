@@ -234,6 +234,9 @@ def probe(model: nn.Module, sinks: Sequence[RateSink], x: Any, forwards: int) ->
     idle = [result.labels[sink] for sink in sinks if sink.p == 0 and not result.sites[result.labels[sink]].calls]
     if idle and result.calls:
         notes.append(f"at rate 0, so without calls: {some(idle)}")
+    zeros = [label for label, effect in result.sites.items() if effect.elements and not effect.magnitude_in]
+    if zeros:  # as after the last norm of a residual branch, whose weight often begins at 0
+        notes.append(f"no effect yet, because the layer returns only zeros: {some(zeros)}")
     result.note = "\n".join(notes)
     return result
 

@@ -71,9 +71,9 @@ class set_dropout(Recipe):
         rates, constants = _current_rates(model, survey), _find(model, survey)[0].constants
         if not rates and (self.p is not None or not constants):
             raise LayerError(
-                f"set_dropout found no rate that it can change in {type(model).__name__}.\n"
-                + "".join(f"  {text}\n" for text in _left_out(model, survey, changes=True))
-                + "  add dropout: inject(model, Dropout(p=...), layers=...)"
+                f"set_dropout found no rate that it can change in {type(model).__name__}."
+                + "".join(f"\n  {text}" for text in _left_out(model, survey, changes=True))
+                + "\n  add dropout: inject(model, Dropout(p=...), layers=...)" * (self.p != 0)
             )
         if isinstance(self.p, Mapping):
             named = [Layer(label, model.get_submodule(rate.layer), {label}) for label, (rate, _) in rates.items()]

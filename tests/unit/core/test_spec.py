@@ -205,6 +205,12 @@ class TestErrors:
         with pytest.raises(TypeError):
             InjectionSpec.from_dict(settings)
 
+    def test_settings_of_inject_and_a_mapping_of_settings_name_the_call_that_works(self) -> None:
+        with pytest.raises(TypeError, match=r"of inject itself: inject\(model, spec, total_steps=N"):
+            InjectionSpec.from_dict(DROPOUT | {"total_steps": 10})
+        with pytest.raises(TypeError, match=r"write: inject\(model, InjectionSpec\.from_dict\(settings\)\)"):
+            inject(nn.Sequential(nn.Linear(2, 2)), DROPOUT)
+
 
 def test_layers_and_exclude_may_be_generators() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -223,6 +223,12 @@ class TestProbeAndMeasuring:
         drop.enabled = False
         assert "is disabled" in str(drop.probe(images, step=10))
 
+    def test_probe_names_layers_that_return_only_zeros(self, model: Small, images: torch.Tensor) -> None:
+        """As the last norm of a branch in timm's ResNets, whose weight begins at 0: the mask has no effect yet."""
+        nn.init.zeros_(model.layer1[0].bn1.weight)
+        note = "no effect yet, because the layer returns only zeros: 'layer1.0.bn1'"
+        assert note in str(inject(model, Dropout(0.3), layers="**.bn1").probe(images))
+
     def test_probe_detects_different_eval_output(self, model: Small, images: torch.Tensor) -> None:
         drop = inject(model, Dropout(0.3), layers="fc")
         with drop.sampling():

@@ -360,8 +360,11 @@ class TestRatesInTheCode:
 
     def test_a_model_that_has_no_others(self) -> None:
         model = nn.Sequential(toy_block(in_the_code)).eval()
-        with pytest.raises(LayerError, match="found no rate that it can change"):
+        with pytest.raises(LayerError, match=r"found no rate that it can change(.|\n)*add dropout: "):
             inject(model, set_dropout(p=0.1), example_input=X)
+        with pytest.raises(LayerError, match="stays as it is") as removing:
+            inject(model, set_dropout(p=0.0), example_input=X)
+        assert "add dropout" not in str(removing.value)
         with pytest.raises(InjectionError, match=r"no rate to drive: 0.25 in the code"):
             inject(model, set_dropout(), schedule=LinearSchedule(2), example_input=X)
         with inject(model, set_dropout(), example_input=X).sampling():
