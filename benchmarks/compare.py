@@ -44,7 +44,6 @@ from comparison import costs, preview
 from comparison.analysis import text
 from comparison.analysis.schema import Summary
 from comparison.analysis.summary import Costs, summarize
-from comparison.analysis.verdict import verdict
 from comparison.engines.store import Folder, StoreError, replace_file
 from comparison.engines.work import Runner, train
 from comparison.report import page
@@ -75,10 +74,10 @@ def _compare(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     config, written = read(args.config)
     study = Study(config)
-    found = preview.check_study(study)
-    for name, planned in found.plans.items():
+    remarks, plans = preview.check_study(study)
+    for name, planned in plans.items():
         print(f"{name}: {planned}\n")
-    for note in dict.fromkeys(note for notes in found.remarks.values() for note in notes):
+    for note in dict.fromkeys(note for notes in remarks.values() for note in notes):
         print(f"Note: {note}")
     folder = Folder(args.out)
     if args.dry_run:
@@ -92,7 +91,7 @@ def _compare(args: argparse.Namespace) -> int:
     measured = _costs(entries, trainer.requested, config.timing)
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     info = {"title": config.title, "created": created, "command": args.command, "config": written}
-    summary = summarize(entries, trainer.requested, measured, found.remarks, seeds=config.seeds, **info)
+    summary = summarize(entries, trainer.requested, measured, remarks, seeds=config.seeds, **info)
     return _report(summary, folder, time.perf_counter() - started)
 
 
@@ -119,7 +118,7 @@ def _report(summary: Summary, folder: Folder, seconds: float) -> int:
     for cell in summary.cells:
         console.print(table(cell))
         limits = text.sentences(cell, "notes", "controls")
-        print(*text.sentences(cell, "cautions"), verdict(cell), *limits, "", sep="\n")
+        print(*text.sentences(cell, "cautions"), text.verdict(cell), *limits, "", sep="\n")
     for failure in summary.failures:
         print(f"FAILED: {failure.cell}, {failure.arm}, seed {failure.seed}: {failure.kind}: {failure.message}")
     replace_file(folder.summary, summary.model_dump_json(indent=1).encode())

@@ -69,7 +69,7 @@ def _inject(behavior: Behavior, recipe: Recipe, runs: Sequence[Run]) -> tuple[Pl
         if not any(site.calls for site in plan.sites):
             refused.append(f"{plan.sites[0].name} does not run with these inputs, as the plan warns")
             continue
-        planned.append((run, behavior.inject(run.module, recipe, **settings).plan))
+        planned.append((run, behavior.inject(run.module, recipe, **settings)[0]))
     return planned, refused
 
 

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 from scipy.stats import nct, permutation_test
@@ -104,10 +105,8 @@ def pairs_needed(differences: int) -> int:
 
 def holm(ps: Sequence[float]) -> list[float]:
     """Holm's step-down adjusted p-values (statsmodels 0.15 is slower: it collects all garbage in each call)."""
-    adjusted, running = [0.0] * len(ps), 0.0
-    for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        running = max(running, min(1.0, (len(ps) - rank) * ps[i]))
-        adjusted[i] = running
+    ranked = pd.Series(ps, dtype=float).sort_values()
+    adjusted: list[float] = (ranked * np.arange(len(ps), 0, -1)).clip(upper=1.0).cummax().sort_index().tolist()
     return adjusted
 
 

@@ -175,7 +175,6 @@ class Summary(Part):
     command: str
     config: str  # the YAML text
     seeds: int  # fixed before the first run
-    notes: list[str] = []  # to be read first, such as that arms are left out
     cells: list[Cell]
     failures: list[FailedRun]
     environments: list[Environment]  # more than one if runs used different revisions or machines

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
-from PIL import Image
 from torch import Tensor
+from torchvision.datasets.folder import default_loader
 from torchvision.transforms import v2
 
 from comparison.spec.run_spec import seed_of
@@ -50,13 +49,12 @@ class Source:
         return (x_BCHW / 255 - mean[:, None, None]) / std[:, None, None]
 
 
-def stored(x_NCHW: Tensor, side: int | None, augmentation: Augmentation, fill: float = 0.0, **more: Any) -> Source:
+def stored(x_NCHW: Tensor, side: int, augmentation: Augmentation, fill: float = 0.0, **more: Any) -> Source:
     """Images in one tensor, resized to `side`; pixels beyond the edges are `fill`, in the units of the tensor.
 
     `crop-flip` moves an image by up to an eighth of its side, and flips it or not.
     """
     channels, own = x_NCHW.shape[1:3]
-    side = side or own
     fit = v2.Identity() if side == own else v2.Resize([side, side], antialias=True)
     moved = [v2.RandomCrop(side, padding=max(1, side // 8), fill=fill), v2.RandomHorizontalFlip()]
     augment = None if augmentation == "none" else v2.Compose([fit, *moved])
@@ -71,10 +69,9 @@ def files(paths: tuple[str, ...], side: int, augmentation: Augmentation) -> Sour
     fit = v2.Compose([v2.Resize([side], antialias=True), v2.CenterCrop(side)])
     moved = v2.Compose([v2.RandomResizedCrop(side), v2.RandomHorizontalFlip()])
     augment = None if augmentation == "none" else moved
-    return Source(partial(_file, paths), (3, side, side), fit, augment, IMAGENET)
 
+    def read(index: int) -> Tensor:
+        x_CHW: Tensor = v2.functional.pil_to_tensor(default_loader(paths[index]))
+        return x_CHW
 
-def _file(paths: tuple[str, ...], index: int) -> Tensor:
-    with Image.open(paths[index]) as image:
-        x_CHW: Tensor = v2.functional.pil_to_tensor(image.convert("RGB"))
-    return x_CHW
+    return Source(read, (3, side, side), fit, augment, IMAGENET)

@@ -41,10 +41,6 @@ class Task:
     """Test sets with separate results, as bool masks over `test`; empty for a single one."""
     sha256: str = ""  # of the image files, if they were read
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.source.shape
-
     def split(self, train_size: int | None, validation_size: int | None, seed: int) -> Split:
         """Return the seed's training set, balanced over classes, with the shared, stratified validation and test sets.
 

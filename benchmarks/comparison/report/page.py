@@ -11,8 +11,7 @@ from markupsafe import Markup
 
 from comparison.analysis import text
 from comparison.analysis.schema import DECIMALS, SHORT, Cell, Summary
-from comparison.analysis.text import sentences
-from comparison.analysis.verdict import verdict
+from comparison.analysis.text import sentences, verdict
 from comparison.report import figures
 from comparison.report.table import COLUMNS, row
 

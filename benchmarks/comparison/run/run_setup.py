@@ -39,10 +39,6 @@ class RunSetup:
     weights: str  # SHA-256 of the initial parameters and buffers
     footprint: dict[str, Any]  # of the model without hooks
 
-    @property
-    def rate(self) -> float | None:
-        return self.drop.p if self.drop else None
-
     def logits(self, indices: Tensor) -> Tensor:
         """The model's outputs in eval mode: (N, classes), float32, on the CPU."""
         self.model.eval()
@@ -64,9 +60,9 @@ def prepare(run: Run) -> RunSetup:
     task, device = load(run.data), torch.device(run.device)
     split = task.split(run.data.train_size, run.data.validation_size, run.seed)
     torch.manual_seed(seed_of(run.seed, "weights"))
-    model = models.build(run.model, task.classes, task.shape[0], arms.model_arguments(run.arm))
+    model = models.build(run.model, task.classes, task.source.shape[0], arms.model_arguments(run.arm))
     weights, before = digest(model.state_dict().values()), kept(model)
-    drop, plan = _inject(run, model, len(split.train), torch.zeros(2, *task.shape))
+    drop, plan = _inject(run, model, len(split.train), torch.zeros(2, *task.source.shape))
     model.to(device, memory_format=memory_format(run))  # type: ignore[call-overload]
     forward = models.LinearProbe(model) if run.arm.kind == "probe" else model
     optimizer, decay = _optimizer(run, model, len(split.train))

@@ -27,12 +27,7 @@ class ModelArgument(nn.Identity):
         self.name, self.p = name, p
 
 
-def _named(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-    make.__module__, make.__qualname__ = name.split(".")
-    return make
-
-
-_CALLS: dict[str, Callable[..., Any]] = {
+PEERS: dict[str, Callable[..., Any]] = {
     "torchvision.DropBlock2d": lambda p, block_size: torchvision.ops.DropBlock2d(p, block_size),
     "torchvision.StochasticDepth": lambda p, mode="row": torchvision.ops.StochasticDepth(p, mode),
     # Each channel has its own mask, as in the paper and in hookdrop's DropBlock.
@@ -44,8 +39,9 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "timm.drop_block_rate": lambda p: ModelArgument("drop_block_rate", p),
     "timm.drop_rate": lambda p: ModelArgument("drop_rate", p),
 }
-PEERS = {name: _named(name, make) for name, make in _CALLS.items()}
 """By the names under which configurations call them."""
+for _name, _make in PEERS.items():
+    _make.__module__, _make.__qualname__ = _name.split(".")
 
 
 def read(kind: str, text: str) -> Any:
