@@ -172,7 +172,6 @@ PARTS: dict[str, program.Part] = {"forward": forward, "call": call, "sites": sit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     return program.main(program.parser(__doc__, PARTS, 200, "runs/overhead/results.json").parse_args(argv), PARTS)
 
 

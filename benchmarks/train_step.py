@@ -43,7 +43,6 @@ def llama(layers: int = 2, width: int = 128) -> nn.Module:
 
 
 def lstm() -> nn.Module:
-    """Build an LSTM of two layers."""
     return nn.Sequential(nn.Embedding(1000, 128), nn.LSTM(128, 128, 2, batch_first=True))
 
 
@@ -69,7 +68,6 @@ DEEP: dict[str, tuple[Callable[..., nn.Module], Tensor]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     parser = program.parser(__doc__, PARTS, rounds=25, out="runs/train_step.json")
     parser.add_argument("--resnet", default="resnet50", help="a ResNet of torchvision (default: resnet50)")
     parser.add_argument("--layers", nargs="+", default=LAYERS, help=f"its sites (default: {' '.join(LAYERS)})")
@@ -99,7 +97,6 @@ def cases(part: str, options: argparse.Namespace) -> Iterator[Case]:
 
 
 def compare(part: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Time the variants of each model of a part."""
     pairs = [(name, CLEAN) for name in VARIANTS[part]]
     return race(f"A training step, {part}", cases(part, options), pairs, options)
 

@@ -66,7 +66,6 @@ def check_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_first_runnable(trials: Iterator[Trial], device: str, recipe: Recipe | None = None) -> dict[str, Any]:
-    """Check the first trial that runs without hookdrop."""
     reason = "the model accepts no input size that was tried"
     for trial in trials:
         try:

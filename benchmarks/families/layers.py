@@ -30,12 +30,10 @@ class Run:
     inputs: Inputs
 
     def __call__(self) -> Any:
-        """Run the part."""
         return self.module(**self.inputs)
 
 
 def float_tensors(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in a value."""
     return [x for x in tensors(value) if x.is_floating_point()]
 
 

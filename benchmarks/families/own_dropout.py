@@ -95,7 +95,9 @@ def _check_run(model: nn.Module, run: Run) -> Counter[str]:
         own.remove()
     require_equal(before, model, "remove")
     require(fingerprint(model) == weights, "sampling changed a parameter or buffer")
-    return Counter("modules" if name in _drop_modules(run.module) else "functional" for name, _ in rates)
+    # Modules of dropout have neither modules nor parameters inside.
+    bare = {name for name, one in run.module.named_modules() if not [*one.children(), *one.parameters()]}
+    return Counter("modules" if name in bare else "functional" for name, _ in rates)
 
 
 def _check_training(run: Run) -> None:
@@ -161,11 +163,6 @@ def _samples(run: Run) -> list[list[Tensor]]:
         except type(error):
             raise NotRunnable(f"it fails in training mode: {first_line(error)}") from error
         raise
-
-
-def _drop_modules(model: nn.Module) -> set[str]:
-    """Return the names of the modules without modules or parameters inside."""
-    return {name for name, one in model.named_modules() if not [*one.children(), *one.parameters()]}
 
 
 def _close(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:

@@ -29,7 +29,6 @@ SMALL: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("sizes.yaml").re
 
 
 def names() -> list[str]:
-    """Return all families."""
     return list(MODEL_MAPPING_NAMES)
 
 

@@ -251,6 +251,5 @@ def kind(text: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the class and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

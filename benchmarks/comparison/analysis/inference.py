@@ -110,11 +110,6 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def more_than_chance(of_metrics: Mapping[Metric, Difference]) -> bool:
-    """Whether any metric differs at 5 % in the permutation test, with Holm's correction over the metrics."""
-    return min(holm([found.p for found in of_metrics.values()]), default=1.0) <= LEVEL
-
-
 def minimum_detectable(values: ArrayLike) -> float | None:
     """The true difference that a two-sided paired t test at 5 % detects with 80 % power; None without spread."""
     values_S = np.asarray(values, dtype=np.float64)

@@ -103,8 +103,6 @@ class ArmSummary(Part):
 
 
 class Contrast(Part):
-    """The difference between two regularizers."""
-
     a: Name
     b: Name
     metric: Metric
@@ -151,8 +149,6 @@ class Cell(Part):
 
 
 class FailedRun(Part):
-    """A run without an outcome."""
-
     cell: Name
     arm: Name
     seed: int

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from comparison.analysis.inference import more_than_chance, pairs_needed
+from comparison.analysis.inference import holm, pairs_needed
 from comparison.analysis.pairs import NOT_RUN
 from comparison.analysis.schema import DECIMALS, LEVEL, METRICS, NO_CALL, SHORT, Call, Cell, Difference, Metric, Spread
 
@@ -43,7 +43,7 @@ def sentences(cell: Cell, *parts: Literal["cautions", "notes", "controls"]) -> l
         "moved": any(value for one, metric in every if metric == "accuracy" for value in one.values),
         "alone": sum(one.low * one.high > 0 and one.called(metric) == NO_CALL for one, metric in every),
         "sizes": [f"{' to '.join(of)} {UNITS[metric]}" for metric, of in ends.items() if any(map(float, of))],
-        "by_chance": not more_than_chance(chance) if chance else None,
+        "by_chance": min(holm([one.p for one in chance.values()])) > LEVEL if chance else None,
         "outside": [f"{SHORT[of]} {interval_text(one, of)}" for of, one in chance.items() if one.low * one.high > 0],
     }
     module = environment().get_template("sentences.j2").make_module(facts)

@@ -89,7 +89,6 @@ def hold_out(name: str, labels_N: Tensor, classes: Sequence[str], size: int) -> 
 
 
 def per_class(indices: Tensor, labels_N: Tensor, classes: int) -> list[int]:
-    """The number of these images in each class."""
     counts: list[int] = labels_N[indices].bincount(minlength=classes).tolist()
     return counts
 

@@ -81,8 +81,6 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 class Folder:
-    """All files of a comparison."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.store = path, Store(path.absolute() / "runs")
         self.report, self.summary, self._plan = (

@@ -101,12 +101,19 @@ def train(runs: Sequence[Run], job: Job, store: Store, workers: int) -> Iterator
 
 
 def _train(run: Run, job: Job, store: Store) -> Record | None:
-    """Train and store one run in a worker. Return a record only if it could not be stored."""
-    record = guarded(job, run)
+    """Train, time and store one run in a worker. Return a record only if it could not be stored."""
+    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+    try:
+        record = job(run)
+    except (Exception, SystemExit) as error:
+        record = failed(run, failure_of(error))
+    record = replace(record, started=started, seconds=time.perf_counter() - clock)
     stored = store_record(store, record)
     if record.failure and run.device != "cpu":
         # After a device error, the process may not be able to use the device any more.
         os._exit(1)
+    if record.failure:
+        gc.collect()  # the memory that the traceback kept alive
     return None if stored is record else stored
 
 
@@ -122,21 +129,6 @@ def _start_worker() -> None:
 def _exit_with(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
-
-
-def guarded(job: Job, run: Run) -> Record:
-    """Run the job and time it; return a failed record if it raises. KeyboardInterrupt is not caught."""
-    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-    try:
-        record = job(run)
-    except (Exception, SystemExit) as error:
-        record = failed(run, failure_of(error))
-    if record.failure:
-        # Free the memory that the traceback kept alive.
-        gc.collect()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()
-    return replace(record, started=started, seconds=time.perf_counter() - clock)
 
 
 def failed(run: Run, failure: Failure) -> Record:

@@ -171,12 +171,10 @@ class Config(Training):
         return config.like or [*namesake, *(other.name for other in ours), name][0]
 
     def cells(self) -> Iterator[tuple[Data, Model]]:
-        """Every combination of dataset and model."""
         return itertools.product(self.data, self.models)
 
 
 def read(path: Path) -> tuple[Config, str]:
-    """Return the configuration in a file, and its text."""
     try:
         settings = yaml.safe_load(text := path.read_text())
     except OSError as error:
