@@ -47,7 +47,7 @@ from comparison.analysis.summary import Costs, summarize
 from comparison.engines.store import Folder, StoreError, replace_file
 from comparison.engines.work import Runner, train
 from comparison.report import page
-from comparison.report.table import WIDTH, progress, table
+from comparison.report.table import WIDTH, table
 from comparison.run.record import Record
 from comparison.spec.config import read
 from comparison.spec.run_spec import ConfigError
@@ -84,7 +84,7 @@ def _compare(args: argparse.Namespace) -> int:
         print(f"{preview.outlook(study, folder.store)}\nDry run: nothing was trained.")
         return 0
     folder.claim(config)
-    trainer = Runner(folder.store, partial(train, workers=args.workers), progress)
+    trainer = Runner(folder.store, partial(train, workers=args.workers))
     entries = study.entries(trainer.tune(study.searches()))
     # Seed by seed, so that an interrupted comparison has complete pairs.
     trainer.ensure([entry.runs[seed] for seed in entries[0].runs for entry in entries], "Final runs")

@@ -79,7 +79,6 @@ def check_depth(model: nn.Module, planned: Planned) -> Record:
     rows, inner, warnings = [], set(), []
     for run, plan in planned:
         prefix, facts = f"{run.name}." if run.name else "", plan.survey
-        assert facts is not None
         # These sites draw a mask for each row of the first axis.
         drops: list[tuple[str, Any]] = [(f"{prefix}{one.name}", one.regularizer) for one in plan.sites]
         rows += [name for name, drop in drops if getattr(drop, "mode", "") == "row" and drop.samples is None]

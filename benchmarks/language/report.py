@@ -12,8 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from comparison.analysis import text
-from comparison.analysis.inference import RunMetric, difference, holm_corrected
-from comparison.analysis.intervals import IMAGE_RESAMPLES, resamples
+from comparison.analysis.inference import IMAGE_RESAMPLES, RunMetric, difference, holm_corrected, resamples
 from comparison.analysis.schema import LEVEL, Difference
 from comparison.engines.store import replace_file
 from comparison.report import figures, page

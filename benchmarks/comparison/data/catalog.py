@@ -12,8 +12,7 @@ from torch.nn.functional import interpolate
 from torchvision.datasets import ImageFolder
 
 from comparison.data import emoji, synthetic
-from comparison.data.sources import files, stored
-from comparison.data.task import DataError, Task, hold_out
+from comparison.data.task import DataError, Task, files, hold_out, stored
 from comparison.spec.run_spec import Data, generator, suggest
 
 FOLDER = "imagefolder"

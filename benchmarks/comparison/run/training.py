@@ -31,11 +31,7 @@ def execute(run: Run) -> Record:
 
 
 def train(setup: RunSetup) -> tuple[list[list[float]], list[str], Any]:
-    """Train to the last epoch.
-
-    Returns:
-        The losses of the steps of each epoch, the hash of its image indices, and what was dropped in the last epochs.
-    """
+    """Return the losses of the steps of each epoch, the hash of its images, and what was dropped in the last epochs."""
     losses, seen, measured, last = list[list[float]](), list[str](), None, _last_epoch(setup)
     with ExitStack() as stack:
         for epoch in range(1, last + 1):

@@ -89,16 +89,15 @@ def at_rate(made: Any, p: float | None) -> Any:
     return twin
 
 
-def injection(arm: Arm, model: nn.Module, example: Tensor | None) -> hookdrop.InjectionSpec | None:
+def injection(arm: Arm, model: nn.Module, example: Tensor) -> hookdrop.InjectionSpec | None:
     """What an arm injects into a model; None for an arm without hooks."""
     if not arm.call or model_arguments(arm):
         return None
     p = arm.p
-    if arm.kind == "peer" and arm.equal == "fraction" and example is not None:
-        assert p is not None
+    if arm.kind == "peer" and arm.equal == "fraction":
         sites = hookdrop.plan(model, "DropPath(p=0.1)", layers=list(arm.layers), example_input=example).sites
         # The batch has no effect on the fraction.
-        p = rate_for(arm.call, p, tuple((1, *site.shape[1:]) for site in sites if site.shape))
+        p = rate_for(arm.call, arm.p or 0.0, tuple((1, *site.shape[1:]) for site in sites if site.shape))
     schedule = None if arm.p is None else read_schedule(arm.schedule)
     return hookdrop.InjectionSpec(
         at_rate(read(arm.kind, arm.call), p), layers=list(arm.layers) or None, schedule=schedule

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from comparison.data import catalog, synthetic
 from comparison.data.catalog import batches, check, load
-from comparison.data.sources import stored
-from comparison.data.task import DataError, Task
+from comparison.data.task import DataError, Task, stored
 from comparison.spec.run_spec import Data
 from tests.support.emoji_packages import CATEGORIES, png, write
 
