@@ -59,7 +59,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Tensor]] = {
 """Of the part `methods`."""
 DEEP: dict[str, tuple[Callable[..., nn.Module], Tensor]] = {
     "ViT-Tiny of 8 blocks, 32 images of 128 pixels": (
-        partial(timm.create_model, "vit_tiny_patch16_224", img_size=128, depth=8),
+        partial(TINY_VIT, img_size=128, depth=8),
         torch.randn(32, 3, 128, 128),
     ),
     "LLaMA of 8 layers, 16 sequences of 64 tokens": (partial(llama, 8, 256), torch.randint(1000, (16, 64))),
@@ -105,18 +105,12 @@ def skip(options: argparse.Namespace) -> dict[str, Any]:
     """Time the variants that skip layers, and add the memory, divided by that without."""
     found = compare("skip", options)
     for title, steps in cases("skip", options):
-        sizes = {name: saved(job) for name, job in steps.items()}
+        # Of eight calls, because it depends on what is skipped.
+        sizes = {name: sum(sum(saved_storages(job).values()) for _ in range(8)) for name, job in steps.items()}
         found[title]["memory"] = {name: size / sizes[CLEAN] for name, size in sizes.items()}
-    program.show(
-        "Memory saved for backward, divided by that without dropping",
-        {title: one["memory"] for title, one in found.items()},
-    )
+    memory = {title: one["memory"] for title, one in found.items()}
+    program.show("Memory saved for backward, divided by that without dropping", memory)
     return found
-
-
-def saved(job: Callable[[], None], calls: int = 8) -> float:
-    """Return the bytes saved for backward: the mean over calls, because it depends on what is skipped."""
-    return sum(sum(saved_storages(job).values()) for _ in range(calls)) / calls
 
 
 def methods(options: argparse.Namespace) -> dict[str, Any]:

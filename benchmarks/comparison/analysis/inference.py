@@ -152,9 +152,8 @@ def over_seeds(values: ArrayLike) -> Interval:
     if error == 0:
         return float(values_S.mean()), float(values_S.mean())
     counts_BS = resamples(len(values_S), RESAMPLES, 0)
-    low, high = _limits(counts_BS, values_S[None], 0.0)
     least = float(student.ppf(1 - TAIL, len(values_S) - 1))
-    low, high = (_capped(limit, least) for limit in (low, high))
+    low, high = (_capped(limit, least) for limit in _limits(counts_BS, values_S[None], 0.0))
     return float(values_S.mean() - max(high, least) * error), float(values_S.mean() - min(low, -least) * error)
 
 
@@ -187,9 +186,8 @@ def over_both(values: ArrayLike, resampled_SB: NDArray[np.float64]) -> Interval:
 
 def _capped(limit: float, least: float) -> float:
     """Limit to `WIDEST` times the t interval: with few seeds, some resamples have almost no spread."""
-    return (
-        float(np.clip(limit, -WIDEST * least, WIDEST * least)) if np.isfinite(limit) else least * float(np.sign(limit))
-    )
+    most = least * (WIDEST if np.isfinite(limit) else 1.0)
+    return float(np.clip(limit, -most, most))
 
 
 def standard_error(values_S: NDArray[np.float64]) -> float:

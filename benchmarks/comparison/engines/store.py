@@ -83,9 +83,7 @@ def replace_file(path: Path, content: bytes) -> None:
 class Folder:
     def __init__(self, path: Path) -> None:
         self.path, self.store = path, Store(path.absolute() / "runs")
-        self.report, self.summary, self._plan = (
-            path / name for name in ("report.html", "summary.json", "comparison.json")
-        )
+        self.report, self.summary, self._plan = map(path.joinpath, ("report.html", "summary.json", "comparison.json"))
         try:
             self.store.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

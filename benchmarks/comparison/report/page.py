@@ -16,7 +16,6 @@ from comparison.report import figures
 from comparison.report.table import COLUMNS, row
 
 HERE = Path(__file__).parent
-ABSENT = "–"
 
 
 def write(summary: Summary, path: Path) -> None:
@@ -55,7 +54,7 @@ class CellView:
 
 def number(value: float | None, decimals: int = 2, sign: str = "") -> str:
     """Format a number; a dash if it is missing or not finite."""
-    return ABSENT if value is None or not math.isfinite(value) else f"{value:{sign}.{decimals}f}".replace("-", "−")
+    return "–" if value is None or not math.isfinite(value) else f"{value:{sign}.{decimals}f}".replace("-", "−")
 
 
 def probability(p: float) -> str:
