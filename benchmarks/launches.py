@@ -6,7 +6,6 @@ all tensors that an operation reads and writes.
 """
 
 import packages  # noqa: F401
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,15 +49,10 @@ def _on_cuda(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device.type == "cuda"]
 
 
-def forward(
-    function: Callable[[Tensor], Tensor],
-    shape: tuple[int, ...] = SHAPE,
-    dtype: torch.dtype = torch.float32,
-    memory_format: torch.memory_format = torch.contiguous_format,
-) -> LaunchCounter:
-    """Count a forward of a tensor that requires a gradient."""
+def forward(function: peers.Function, shape: tuple[int, ...] = SHAPE, **settings: Any) -> LaunchCounter:
+    """Count a forward of a tensor that requires a gradient; the settings are those of `torch.empty`."""
     with FakeTensorMode():
-        x = torch.empty(shape, dtype=dtype, device="cuda", memory_format=memory_format).requires_grad_()
+        x = torch.empty(shape, device="cuda", requires_grad=True, **settings)
         with LaunchCounter() as counter:
             function(x)
     return counter
@@ -73,7 +67,6 @@ FUNCTIONS = peers.calls() | {
 
 
 def main() -> None:
-    """Print a table."""
     rows, elements = {}, torch.Size(SHAPE).numel()
     for name, function in FUNCTIONS.items():
         counter = forward(function)

@@ -151,9 +151,8 @@ def sites(options: argparse.Namespace) -> dict[str, Any]:
 def watch(options: argparse.Namespace) -> dict[str, Any]:
     """Compare training steps with `observe.statistics` of all convolutions, without, and of a copy without."""
     original, edge = torchvision.models.resnet18(), QUICK_INPUTS[0][1] if options.quick else 96
-    x, models = torch.randn(8, 3, edge, edge, device=options.device), {}
-    for name in ("watched", "clean", "copy"):
-        models[name] = copy.deepcopy(original).to(options.device)
+    x = torch.randn(8, 3, edge, edge, device=options.device)
+    models = {name: copy.deepcopy(original).to(options.device) for name in ("watched", "clean", "copy")}
     jobs = {name: partial(_train, one, torch.optim.SGD(one.parameters(), 1e-4), x) for name, one in models.items()}
     with observe.statistics(models["watched"], nn.Conv2d, every=STEPS):
         samples = measure(jobs, max(1, options.rounds // SITES_EVERY), options.device)
@@ -172,7 +171,6 @@ PARTS: dict[str, program.Part] = {"forward": forward, "call": call, "sites": sit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     return program.main(program.parser(__doc__, PARTS, 200, "runs/overhead/results.json").parse_args(argv), PARTS)
 
 

@@ -4,8 +4,10 @@ All get the same p and block size. Not all of them drop the fraction p; `dropped
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -64,15 +66,9 @@ def implementations(p: float = P, block: int = BLOCK, device: str = "cpu") -> di
     return found
 
 
-@contextmanager
-def kernel_of(name: str) -> Iterator[None]:
+def kernel_of(name: str) -> AbstractContextManager[Any]:
     """Disable the compiled kernel if the name says so: hookdrop then uses PyTorch operations only."""
-    before = ACCELERATORS[CPU]
-    ACCELERATORS[CPU] = Accelerator() if name.endswith(NO_KERNEL) else before
-    try:
-        yield
-    finally:
-        ACCELERATORS[CPU] = before
+    return patch.dict(ACCELERATORS, {CPU: Accelerator()} if name.endswith(NO_KERNEL) else {})
 
 
 def job(name: str, function: Function, x: Tensor, grad: Tensor) -> Callable[[], None]:
@@ -94,7 +90,6 @@ def make_inputs(shape: str, device: str) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def dropped_fraction(name: str, one: Function, shape: Sequence[int], draws: int = DRAWS, device: str = "cpu") -> float:
-    """Measure the fraction of elements that a function drops."""
     if "shared" in name:
         # A shared mask has few blocks, so draw more often; one channel suffices.
         shape, draws = (shape[0], 1, *shape[2:]), SHARED_DRAWS * draws

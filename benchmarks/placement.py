@@ -49,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(name: str, options: object = None) -> dict[str, Any]:
-    """Return the record of one architecture."""
     found, others = depth(name), unequal(name)
     status = "differs" if others else STATUSES.get(re.split("[,:]", found)[0], "differs")
     error = {"error": "; ".join([found, *others])} if status in ("refused", "differs") else {}

@@ -49,7 +49,6 @@ MAX_SECONDS = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     parser = program.parser(__doc__, PARTS, rounds=25, out="runs/speed/results.json")
     parser.add_argument("--shapes", nargs="+", help="shapes NxCxHxW (default: 3, or 5 on a GPU)")
     parser.add_argument("--elements", type=float, help="size of the largest tensor in the growth part (default: 1e8)")

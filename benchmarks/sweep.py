@@ -175,7 +175,6 @@ def collect(path: Path, sweep: Sweep, names: Sequence[str]) -> dict[str, Any]:
 
 
 def totals(found: Sequence[Record]) -> dict[str, int]:
-    """Count the models of each status."""
     statuses = [record["status"] for record in found]
     return {status: statuses.count(status) for status in STATUSES}
 

@@ -36,15 +36,12 @@ Case = tuple[str, Jobs]
 
 
 class Quartiles(NamedTuple):
-    """Lower quartile, median and upper quartile."""
-
     low: float
     median: float
     high: float
 
     @classmethod
     def of(cls, values: Sequence[float] | pd.Series) -> Self:
-        """Compute the quartiles of at least one value."""
         return cls(*(float(value) for value in np.quantile(values, (0.25, 0.5, 0.75))))
 
     def __str__(self) -> str:

@@ -43,7 +43,6 @@ def llama(layers: int = 2, width: int = 128) -> nn.Module:
 
 
 def lstm() -> nn.Module:
-    """Build an LSTM of two layers."""
     return nn.Sequential(nn.Embedding(1000, 128), nn.LSTM(128, 128, 2, batch_first=True))
 
 
@@ -60,7 +59,7 @@ MODELS: dict[str, tuple[Callable[..., nn.Module], Tensor]] = {
 """Of the part `methods`."""
 DEEP: dict[str, tuple[Callable[..., nn.Module], Tensor]] = {
     "ViT-Tiny of 8 blocks, 32 images of 128 pixels": (
-        partial(timm.create_model, "vit_tiny_patch16_224", img_size=128, depth=8),
+        partial(TINY_VIT, img_size=128, depth=8),
         torch.randn(32, 3, 128, 128),
     ),
     "LLaMA of 8 layers, 16 sequences of 64 tokens": (partial(llama, 8, 256), torch.randint(1000, (16, 64))),
@@ -69,7 +68,6 @@ DEEP: dict[str, tuple[Callable[..., nn.Module], Tensor]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
     parser = program.parser(__doc__, PARTS, rounds=25, out="runs/train_step.json")
     parser.add_argument("--resnet", default="resnet50", help="a ResNet of torchvision (default: resnet50)")
     parser.add_argument("--layers", nargs="+", default=LAYERS, help=f"its sites (default: {' '.join(LAYERS)})")
@@ -99,7 +97,6 @@ def cases(part: str, options: argparse.Namespace) -> Iterator[Case]:
 
 
 def compare(part: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Time the variants of each model of a part."""
     pairs = [(name, CLEAN) for name in VARIANTS[part]]
     return race(f"A training step, {part}", cases(part, options), pairs, options)
 
@@ -108,18 +105,12 @@ def skip(options: argparse.Namespace) -> dict[str, Any]:
     """Time the variants that skip layers, and add the memory, divided by that without."""
     found = compare("skip", options)
     for title, steps in cases("skip", options):
-        sizes = {name: saved(job) for name, job in steps.items()}
+        # Of eight calls, because it depends on what is skipped.
+        sizes = {name: sum(sum(saved_storages(job).values()) for _ in range(8)) for name, job in steps.items()}
         found[title]["memory"] = {name: size / sizes[CLEAN] for name, size in sizes.items()}
-    program.show(
-        "Memory saved for backward, divided by that without dropping",
-        {title: one["memory"] for title, one in found.items()},
-    )
+    memory = {title: one["memory"] for title, one in found.items()}
+    program.show("Memory saved for backward, divided by that without dropping", memory)
     return found
-
-
-def saved(job: Callable[[], None], calls: int = 8) -> float:
-    """Return the bytes saved for backward: the mean over calls, because it depends on what is skipped."""
-    return sum(sum(saved_storages(job).values()) for _ in range(calls)) / calls
 
 
 def methods(options: argparse.Namespace) -> dict[str, Any]:

@@ -154,13 +154,11 @@ def fingerprint(x: Tensor) -> tuple[float, ...]:
 
 
 def floating(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a nested value."""
     return [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 @torch.no_grad()
 def run(model: nn.Module, example: Any) -> list[Tensor]:
-    """Return the tensors of a forward."""
     torch.manual_seed(1)
     return [x.clone() for x in floating(model(*(example if isinstance(example, tuple) else (example,))))]
 

@@ -16,15 +16,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
-
 import hookdrop
 import sweep
 from hookdrop import recipes
 from hookdrop.recipes import Recipe
 from models import catalog
 from models.catalog import Trial
-from models.check import BLOCK, Check, NotRunnable, P
+from models.check import BLOCK, NotRunnable, P, check
 from sweep import Sweep
 
 MARGIN = 1.5 * sweep.GIB
@@ -58,24 +56,20 @@ def check_model(name: str, options: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {"family": catalog.family(name), "parameters": parameters}
     recipe = getattr(recipes, options.recipe)(p=P, block_size=BLOCK) if options.recipe else None
     trials = (trial for trial in catalog.trials(name, skeleton) if catalog.accepted(trial, skeleton))
-    if (need := training_bytes(skeleton) / sweep.GIB) <= options.memory:
+    # Of a training step without momentum: weights, gradients, buffers and a margin.
+    tensors = (*skeleton.buffers(), *skeleton.parameters(), *skeleton.parameters())
+    if (need := (MARGIN + sum(x.nbytes for x in tensors)) / sweep.GIB) <= options.memory:
         return record | check_first_runnable(trials, "cpu", recipe)
     record |= check_first_runnable(trials, "meta", recipe)
     reason = f"needs about {need:.1f} GiB, the limit is {options.memory:.1f} GiB"
     return record | ({"status": "meta", "error": reason} if record["status"] == "passed" else {})
 
 
-def training_bytes(model: nn.Module) -> float:
-    """Estimate the memory of a training step without momentum: weights, gradients, buffers and a margin."""
-    return MARGIN + sum(x.nbytes for x in (*model.buffers(), *model.parameters(), *model.parameters()))
-
-
 def check_first_runnable(trials: Iterator[Trial], device: str, recipe: Recipe | None = None) -> dict[str, Any]:
-    """Check the first trial that runs without hookdrop."""
     reason = "the model accepts no input size that was tried"
     for trial in trials:
         try:
-            return trial.about() | Check(trial.build(device), trial.example(device), recipe).run()
+            return trial.about() | check(trial.build(device), trial.example(device), recipe)
         except NotRunnable as error:
             reason = f"{error} [{trial.about()['input']}]"
         except (hookdrop.LayerError, hookdrop.InjectionError) as error:

@@ -1,7 +1,5 @@
 """What happens before the first run: check data, models and layers; count runs, and estimate power."""
 
-from dataclasses import dataclass
-
 from comparison.analysis.inference import detectable, pairs_needed, smallest_p
 from comparison.analysis.schema import LEVEL
 from comparison.analysis.text import plural
@@ -14,22 +12,17 @@ from comparison.spec.run_spec import ConfigError
 from comparison.spec.study import Study
 
 
-@dataclass
-class Findings:
-    """Notes on the data by cell, such as that all seeds share their images, and the plans of the arms in the first."""
+def check_study(study: Study) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Load every dataset, build every model, plan every arm, and try a training step on two images.
 
-    remarks: dict[str, list[str]]
-    plans: dict[str, str]
-
-
-def check_study(study: Study) -> Findings:
-    """Load every dataset, build every model, plan every arm, and try a training step on two images."""
-    found, errors = Findings({}, {}), list[str]()
+    Return notes on the data by cell, such as that all seeds share their images, and the plans of the arms in the first.
+    """
+    remarks, plans, errors = dict[str, list[str]](), dict[str, str](), list[str]()
     for data, model in study.config.cells():
         where = f"{model.name} on {data.name}"
         try:
             run = study.run(data, model, NONE, 0)
-            found.remarks[run.cell] = check(data, study.seeds)
+            remarks[run.cell] = check(data, study.seeds)
             prepare(run)
         except Exception as error:  # of any library
             errors.append(_text(where, error))
@@ -43,10 +36,10 @@ def check_study(study: Study) -> Findings:
                 errors.append(_text(f"{arm.name} on {where}", error))
             else:
                 if setup.plan:
-                    found.plans.setdefault(arm.name, str(setup.plan))
+                    plans.setdefault(arm.name, str(setup.plan))
     if errors:
         raise ConfigError("\n\n".join([*errors, "Nothing was trained."]))
-    return found
+    return remarks, plans
 
 
 def _text(where: str, error: Exception) -> str:

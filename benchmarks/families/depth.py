@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -205,22 +206,19 @@ def record(model: nn.Module, runs: Sequence[Run], names: Sequence[str]) -> Calls
     """Record the first call of each of these modules."""
     calls: Calls = {}
 
-    def recorded(name: str, forward: Any) -> Any:
-        def run_forward(*args: Any, **kwargs: Any) -> Any:
-            if name in calls:
-                return forward(*args, **kwargs)
-            calls[name] = Call([x.detach().clone() for x in float_tensors((args, kwargs))])
-            output = forward(*args, **kwargs)
-            calls[name].outputs = [x.clone() for x in float_tensors(output)]
-            return output
-
-        return run_forward
+    def recorded(name: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        if name in calls:
+            return forward(*args, **kwargs)
+        calls[name] = Call([x.detach().clone() for x in float_tensors((args, kwargs))])
+        output = forward(*args, **kwargs)
+        calls[name].outputs = [x.clone() for x in float_tensors(output)]
+        return output
 
     with ExitStack() as stack:
         for name in dict.fromkeys(names):
             module = model.get_submodule(name)
             # Not hooks: SqueezeBERT calls the forward of its layers.
-            stack.enter_context(patch.object(module, "forward", recorded(name, module.forward)))
+            stack.enter_context(patch.object(module, "forward", partial(recorded, name, module.forward)))
         _run_all(runs)
     return calls
 
@@ -230,17 +228,14 @@ def _scaled(model: nn.Module, factors: Mapping[str, float], first: str = "") -> 
     """Multiply the outputs of these modules by a factor each; those of all but the first call of `first` by 0."""
     called: set[str] = set()
 
-    def hook(name: str) -> Any:
-        def scale(module: nn.Module, args: Any, output: Any) -> Any:
-            factor = 0.0 if name == first and name in called else factors[name]
-            called.add(name)
-            return with_first(output, lambda x: x * factor)
-
-        return scale
+    def scale(name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        factor = 0.0 if name == first and name in called else factors[name]
+        called.add(name)
+        return with_first(output, lambda x: x * factor)
 
     with ExitStack() as stack:
         for name in factors:
-            stack.enter_context(model.get_submodule(name).register_forward_hook(hook(name)))
+            stack.enter_context(model.get_submodule(name).register_forward_hook(partial(scale, name)))
         yield
 
 

@@ -30,12 +30,10 @@ class Run:
     inputs: Inputs
 
     def __call__(self) -> Any:
-        """Run the part."""
         return self.module(**self.inputs)
 
 
 def float_tensors(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in a value."""
     return [x for x in tensors(value) if x.is_floating_point()]
 
 
@@ -86,10 +84,7 @@ def find_runs(model: PreTrainedModel) -> tuple[list[Run], list[str], str]:
             continue
         run, called, reason = _first_run(name, part)
         error = error or reason
-        ran = {
-            stack: [any(id(one) in called for one in layer.modules()) for _, layer in waiting[stack]] for stack in mine
-        }
-        done = [stack for stack in mine if all(ran[stack])]
+        done = [stack for stack in mine if all(called & {*map(id, layer.modules())} for _, layer in waiting[stack])]
         if run is not None and done:
             runs.append(run)
             waiting = {stack: layers for stack, layers in waiting.items() if stack not in done}

@@ -80,7 +80,9 @@ def _check_run(model: nn.Module, run: Run) -> Counter[str]:
         with own.sampling(p=ALMOST_0):
             at_zero = _outputs(run, 0)
         require_equal(injected, model, "sampling")
-        require(_close(at_zero, base), "with all rates at 0, a sample differs from eval mode")
+        pairs = [(x, y) for x, y in zip(at_zero, base, strict=True) if x.numel()]
+        close = all(float((x - y).abs().amax()) <= 1e-4 * float(y.abs().amax()) for x, y in pairs)
+        require(close, "with all rates at 0, a sample differs from eval mode")
         require(bit_equal(_outputs(run, 0), base), "after sampling, the output differs in eval mode")
         with own.recording(last=0) as record, own.sampling():
             again = _outputs(run, 1)
@@ -95,7 +97,9 @@ def _check_run(model: nn.Module, run: Run) -> Counter[str]:
         own.remove()
     require_equal(before, model, "remove")
     require(fingerprint(model) == weights, "sampling changed a parameter or buffer")
-    return Counter("modules" if name in _drop_modules(run.module) else "functional" for name, _ in rates)
+    # Modules of dropout have neither modules nor parameters inside.
+    bare = {name for name, one in run.module.named_modules() if not [*one.children(), *one.parameters()]}
+    return Counter("modules" if name in bare else "functional" for name, _ in rates)
 
 
 def _check_training(run: Run) -> None:
@@ -161,16 +165,6 @@ def _samples(run: Run) -> list[list[Tensor]]:
         except type(error):
             raise NotRunnable(f"it fails in training mode: {first_line(error)}") from error
         raise
-
-
-def _drop_modules(model: nn.Module) -> set[str]:
-    """Return the names of the modules without modules or parameters inside."""
-    return {name for name, one in model.named_modules() if not [*one.children(), *one.parameters()]}
-
-
-def _close(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> bool:
-    pairs = zip(xs, ys, strict=True)
-    return all(float((x - y).abs().amax()) <= 1e-4 * float(y.abs().amax()) for x, y in pairs if x.numel())
 
 
 def _why_no_training(runs: Sequence[Run]) -> str:

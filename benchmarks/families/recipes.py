@@ -69,7 +69,7 @@ def _inject(behavior: Behavior, recipe: Recipe, runs: Sequence[Run]) -> tuple[Pl
         if not any(site.calls for site in plan.sites):
             refused.append(f"{plan.sites[0].name} does not run with these inputs, as the plan warns")
             continue
-        planned.append((run, behavior.inject(run.module, recipe, **settings).plan))
+        planned.append((run, behavior.inject(run.module, recipe, **settings)[0]))
     return planned, refused
 
 
@@ -79,7 +79,6 @@ def check_depth(model: nn.Module, planned: Planned) -> Record:
     rows, inner, warnings = [], set(), []
     for run, plan in planned:
         prefix, facts = f"{run.name}." if run.name else "", plan.survey
-        assert facts is not None
         # These sites draw a mask for each row of the first axis.
         drops: list[tuple[str, Any]] = [(f"{prefix}{one.name}", one.regularizer) for one in plan.sites]
         rows += [name for name, drop in drops if getattr(drop, "mode", "") == "row" and drop.samples is None]

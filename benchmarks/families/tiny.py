@@ -23,13 +23,13 @@ LARGEST = 100e6  # parameters
 OFF = r"drop_path(_rate)?|fusion_droppath|.*layerdrop|mask_(time|feature)_prob|use_cache"
 """Stochastic depth of the model, masks that need long sequences, and KV caches, which training does not fill."""
 TOKEN_ID = r".*_(token_ids?|token_index|id)"
+_HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 MULTIMODAL_ROPE = r".*(vl|4v|ocr|image|omni|compass|cosmos|qwen|glm4|hunyuan|v46).*"
 
 SMALL: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text())
 
 
 def names() -> list[str]:
-    """Return all families."""
     return list(MODEL_MAPPING_NAMES)
 
 
@@ -89,9 +89,6 @@ def _head_settings(kind: type[PreTrainedConfig], values: dict[str, Any], setting
         half = int(HEAD // 2 * rope.get("partial_rotary_factor", 1.0))
         found["rope_parameters"] = rope | {"mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
     return found
-
-
-_HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 
 
 def _small_timm(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -65,9 +65,7 @@ def _paragraphs(distribution: str, package: str, pinned: str) -> Iterator[tuple[
             f"language.py: the study reads {distribution} {pinned}, and {version(distribution)} is installed.\n"
             f"  install it: pip install {distribution}=={pinned}\nNothing was trained."
         )
-    spec = find_spec(package)
-    assert spec is not None
-    root = Path(str(spec.origin)).parent
+    root = Path(find_spec(package).origin).parent
     for path in sorted(root.rglob("*.py")):
         if {"test", "tests"} & {*path.parts}:
             continue

@@ -12,8 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from comparison.analysis import text
-from comparison.analysis.inference import RunMetric, difference, holm_corrected
-from comparison.analysis.intervals import IMAGE_RESAMPLES, resamples
+from comparison.analysis.inference import IMAGE_RESAMPLES, RunMetric, difference, holm_corrected, resamples
 from comparison.analysis.schema import LEVEL, Difference
 from comparison.engines.store import replace_file
 from comparison.report import figures, page
@@ -83,7 +82,8 @@ def _metric(sums_P2: Any) -> RunMetric:
 def _controls(records: Records, model: str) -> dict[str, Any]:
     """Whether p = 0 changes no bit, and whether all arms of a seed start with the same weights."""
     seeds = sorted({seed for of, arm, seed in records if (of, arm) == (model, NONE)})
-    equal = [_ends(records, model, ZERO, seed) == _ends(records, model, NONE, seed) for seed in seeds]
+    ends = {key: (record["weights_after"], record["paragraphs"]) for key, record in records.items()}
+    equal = [ends[model, ZERO, seed] == ends[model, NONE, seed] for seed in seeds]
     starts = [
         record["weights_before"] == records[model, NONE, seed]["weights_before"]
         for (of, arm, seed), record in records.items()
@@ -91,11 +91,6 @@ def _controls(records: Records, model: str) -> dict[str, Any]:
         if of == model and arm != OTHER and record["run"]["model"] != "stacked"
     ]
     return {"equal": sum(equal), "seeds": len(seeds), "paired": all(starts), "holds": all(equal) and all(starts)}
-
-
-def _ends(records: Records, model: str, arm: str, seed: int) -> Any:
-    record = records[model, arm, seed]
-    return record["weights_after"], record["paragraphs"]
 
 
 def render(summary: Mapping[str, Any]) -> str:

@@ -19,9 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import hookdrop
 from comparison.run.record import environment
 from comparison.spec.run_spec import generator, seed_of
-from language.arms import ARMS, MODELS, Arm
+from language.arms import ARMS, MODELS, Arm, build
 from language.corpus import Corpus
-from language.models import build
 from models.footprint import digest
 from timing import Quartiles, measure, ratios
 
@@ -91,7 +90,8 @@ def execute(run: Run, text: Corpus) -> dict[str, Any]:
     for start in range(0, steps, len(windows)):
         losses.append(train(windows[: steps - start]))
         if len(losses) % EVERY == 0 or start + len(windows) >= steps:
-            loss = _mean(score(model, text.tokens["validation"]))
+            sums_P2 = score(model, text.tokens["validation"])
+            loss = float(sums_P2[:, 0].sum() / sums_P2[:, 1].sum())
             validation[len(losses)] = loss
             if loss == min(validation.values()):
                 best = {name: value.clone() for name, value in model.state_dict().items()}
@@ -143,10 +143,6 @@ def score(model: nn.Module, paragraphs: list[Tensor]) -> Tensor:
             nll_N = cross_entropy(logits_BTV.flatten(0, 1), y_BT.flatten(), reduction="none").double()
             sums_P2.index_add_(0, at_BT.flatten(), torch.stack([nll_N, torch.ones_like(nll_N)], 1))
     return sums_P2
-
-
-def _mean(sums_P2: Tensor) -> float:
-    return float(sums_P2[:, 0].sum() / sums_P2[:, 1].sum())
 
 
 def _windows(stream_N: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -20,7 +20,6 @@ BATCH = 2
 SIDES = (32, 48, 64, 96, 112, 128, 160, 192, 224, 240, 256, 288, 320, 384, 448, 512, 1024)  # to try, in this order
 # The names that torchvision builders give to the image size.
 _SIZE_KEYWORDS = {".vision_transformer": "image_size", ".maxvit": "input_size"}
-_FIXED_DETECTORS = (".ssd", ".ssdlite")
 
 
 def names() -> list[str]:
@@ -136,7 +135,7 @@ def _torchvision_trials(name: str) -> Iterator[Trial]:
         # Random weights give low scores. Without a threshold there are always boxes to compare; eight are enough.
         prefix = "box_" if "rcnn" in module else ""
         few = {f"{prefix}score_thresh": 0.0, f"{prefix}detections_per_img": 8}
-        fixed = any(part in module for part in _FIXED_DETECTORS)
+        fixed = ".ssd" in module
         for side in (64,) if fixed else (64, 128, 224):
             yield Trial(name, (3, side, side), few if fixed else {"min_size": side, "max_size": side, **few})
     elif ".optical_flow." in module:

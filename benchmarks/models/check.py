@@ -5,8 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -44,14 +43,6 @@ def require_equal(before: dict[str, Any], model: nn.Module, verb: str, *except_f
     """Raise `CheckFailed` unless the model has this footprint, except for some parts."""
     changed = [part for part in differences(before, footprint(model)) if part not in except_for]
     require(not changed, f"{verb} changed {', '.join(changed)}")
-
-
-class Injected(NamedTuple):
-    """The plan of an injection, what a training step dropped, and the problems that `check` found."""
-
-    plan: hookdrop.Plan
-    totals: Any
-    problems: list[str]
 
 
 class Behavior:
@@ -100,8 +91,11 @@ class Behavior:
         self._require_unchanged(verb.__name__, state)
         return found
 
-    def inject(self, part: nn.Module, regularizer: Any, **settings: Any) -> Injected:
-        """Plan, inject, evaluate, run one training step, and remove."""
+    def inject(self, part: nn.Module, regularizer: Any, **settings: Any) -> tuple[hookdrop.Plan, Any, list[str]]:
+        """Plan, inject, evaluate, run one training step, and remove.
+
+        Return the plan, what the step dropped, and the problems that `check` found.
+        """
         checksums, plan = fingerprint(self.model), self.read(hookdrop.plan, part, regularizer, **settings)
         state = torch.get_rng_state()
         drop = hookdrop.inject(part, regularizer, **settings)
@@ -128,7 +122,7 @@ class Behavior:
         require(fingerprint(self.model) == updated, "remove changed a parameter or buffer")
         require(bit_equal(self._evaluate(), self.output), "eval output differs after remove")
         require(not hookdrop.find(self.model), "hookdrop.find still finds an injection after remove")
-        return Injected(plan, totals, problems)
+        return plan, totals, problems
 
     def _require_unchanged(self, verb: str, rng_state: Tensor | None = None, *except_for: str) -> None:
         require_equal(self._before, self.model, verb, *except_for)
@@ -159,50 +153,44 @@ class Behavior:
         return tensors(self._forwards[training]())
 
 
-@dataclass
-class Check:
-    """The full check of one model of timm or torchvision, with the sites of a recipe or with all norms."""
-
-    model: nn.Module
-    example: Example
-    recipe: Recipe | None = None
-
-    def run(self) -> dict[str, Any]:
-        if self.recipe is not None:  # most models of a sweep are refused, which needs no training
-            with suppress(hookdrop.InjectionError):
-                hookdrop.plan(self.model, self.recipe, example_input=self.example.eval)
-        evaluate, train = (lambda given=given: self.model(*given) for given in (self.example.eval, self.example.train))
-        behavior = Behavior(self.model, evaluate, train, self.example.seed)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            record = self._inject(behavior)
-        kinds = Counter(kind(str(one.message)) for one in caught if issubclass(one.category, hookdrop.HookdropWarning))
-        return record | ({"warnings": dict(kinds)} if kinds else {})
-
-    def _inject(self, behavior: Behavior) -> dict[str, Any]:
-        record: dict[str, Any] = {"status": "passed"}
-        chosen: Any = self.recipe
-        if chosen is None:
-            every = behavior.read(hookdrop.layers, self.model, self.example.eval)
-            record["modules"], chosen = len(every), choose_regularizers(self.model, every)
-            listed = {(layer.name, layer.shape, layer.calls) for layer in every}
-        found = behavior.inject(self.model, chosen, example_input=self.example.eval)
-        planned = {(site.name, site.shape, site.calls) for site in found.plan.sites}
-        same = self.recipe is not None or planned <= listed
-        require(same, "the plan of the chosen layers differs from the plan of all layers")
-        if self.recipe is not None and (others := [*equal.differences(found.plan)]):
-            record |= {"status": "differs", "error": others[0]}
-        record["sites"] = dict(Counter(label(site.regularizer) for site in found.plan.sites))
-        if found.totals is not None:
-            record |= {"finite": behavior.finite, **rates(found)}
-        return record | ({"problems": [kind(problem) for problem in found.problems]} if found.problems else {})
+def check(model: nn.Module, example: Example, recipe: Recipe | None = None) -> dict[str, Any]:
+    """Check one model of timm or torchvision, with the sites of a recipe or with all norms, and return the record."""
+    if recipe is not None:  # most models of a sweep are refused, which needs no training
+        with suppress(hookdrop.InjectionError):
+            hookdrop.plan(model, recipe, example_input=example.eval)
+    evaluate, train = (lambda given=given: model(*given) for given in (example.eval, example.train))
+    behavior = Behavior(model, evaluate, train, example.seed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        record = _inject(behavior, example.eval, recipe)
+    kinds = Counter(kind(str(one.message)) for one in caught if issubclass(one.category, hookdrop.HookdropWarning))
+    return record | ({"warnings": dict(kinds)} if kinds else {})
 
 
-def rates(found: Injected) -> dict[str, Any]:
+def _inject(behavior: Behavior, example: Any, recipe: Recipe | None) -> dict[str, Any]:
+    record: dict[str, Any] = {"status": "passed"}
+    model, chosen = behavior.model, recipe
+    if recipe is None:
+        every = behavior.read(hookdrop.layers, model, example)
+        record["modules"], chosen = len(every), choose_regularizers(model, every)
+    plan, totals, problems = behavior.inject(model, chosen, example_input=example)
+    if recipe is None:
+        listed = {(layer.name, layer.shape, layer.calls) for layer in every}
+        planned = {(site.name, site.shape, site.calls) for site in plan.sites}
+        require(planned <= listed, "the plan of the chosen layers differs from the plan of all layers")
+    elif others := [*equal.differences(plan)]:
+        record |= {"status": "differs", "error": others[0]}
+    record["sites"] = dict(Counter(label(site.regularizer) for site in plan.sites))
+    if totals is not None:
+        record |= {"finite": behavior.finite, **rates(plan, totals)}
+    return record | ({"problems": [*map(kind, problems)]} if problems else {})
+
+
+def rates(plan: hookdrop.Plan, totals: Any) -> dict[str, Any]:
     """Compare the measured drop rate of each kind of regularizer with the rates of its sites."""
     rows = []
-    for site in found.plan.sites:
-        if (measured := found.totals.sites.get(site.name)) and measured.elements:
+    for site in plan.sites:
+        if (measured := totals.sites.get(site.name)) and measured.elements:
             is_block = isinstance(site.regularizer, hookdrop.DropBlock)
             area = BLOCK ** (len(site.shape or ()) - 2) if is_block else 1
             rows.append((label(site.regularizer), measured.elements, measured.zeroed, site.p, area))
@@ -217,8 +205,8 @@ def rates(found: Injected) -> dict[str, Any]:
         deviation = max(deviation, round(abs(dropped - asked) / error, 2))
         text = f"{name} dropped {dropped:.5f} of {total} elements, expected {asked:.3g}"
         require(abs(dropped - asked) <= bound, text)
-    elements = sum(site.elements for site in found.totals.sites.values())
-    asked, dropped = round(found.totals.requested, 6), round(found.totals.dropped, 6)
+    elements = sum(site.elements for site in totals.sites.values())
+    asked, dropped = round(totals.requested, 6), round(totals.dropped, 6)
     return {"elements": elements, "asked": asked, "dropped": dropped, "deviation": deviation}
 
 
@@ -263,6 +251,5 @@ def kind(text: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the class and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

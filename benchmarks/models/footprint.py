@@ -50,13 +50,12 @@ def footprint(model: nn.Module) -> dict[str, Any]:
         "buffers": [(name, id(b)) for name, b in model.named_buffers()],
         "attributes": [sorted(vars(module)) for _, module in modules],
         "training flags": [module.training for _, module in modules],
-        "hooks": [_hooks(module) for _, module in modules],
+        # The ids in each of PyTorch's tables.
+        "hooks": [
+            [list(table) for name, table in vars(module).items() if "hooks" in name and isinstance(table, dict)]
+            for _, module in modules
+        ],
     }
-
-
-def _hooks(module: nn.Module) -> list[list[int]]:
-    """Return the ids in each of PyTorch's tables of hooks."""
-    return [list(table) for name, table in vars(module).items() if "hooks" in name and isinstance(table, dict)]
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -73,7 +72,6 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def kept(model: nn.Module) -> dict[str, Any]:
-    """The parts of the model's footprint that stay."""
     return {name: part for name, part in footprint(model).items() if name in KEPT}
 
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 import language_study
 from language import arms, corpus, report, training
-from language.models import build
+from language.arms import build
 
 
 @pytest.mark.parametrize("arm", arms.ARMS, ids=lambda arm: f"{arm.model}: {arm.name}")

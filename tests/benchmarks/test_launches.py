@@ -32,7 +32,7 @@ def test_drop_block(shape: tuple[int, ...]) -> None:
         ("batch", "sample", "expected", None), (True, False), (torch.float32, torch.bfloat16), formats
     ):
         function = partial(drop_block, p=0.1, normalize=normalize, per_channel=per_channel, channel_dim=1)
-        forward = launches.forward(function, shape, dtype, memory_format)
+        forward = launches.forward(function, shape, dtype=dtype, memory_format=memory_format)
         assert 0 < forward.launches <= MAX_FORWARD
         if dtype == torch.float32:
             assert 8.0 <= forward.bytes / elements <= MAX_BYTES

@@ -18,7 +18,8 @@ from hookdrop import Injection, functional, recipes
 from hookdrop.core.hook import SiteHook
 from models import catalog
 from models.catalog import Example, Trial
-from models.check import Check, CheckFailed, NotRunnable, choose_regularizers, label
+from models.check import CheckFailed, NotRunnable, choose_regularizers, label
+from models.check import check as check_model
 from models.equal import differences
 from tests.support.models import Small
 
@@ -125,7 +126,7 @@ class TestDetection:
     """hookdrop is broken in one way, and the check reports it."""
 
     def test_unbroken_model_passes(self, model: Small, images: torch.Tensor) -> None:
-        record = Check(model, Example((images,), (images,))).run()
+        record = check_model(model, Example((images,), (images,)))
         assert record["sites"] == {"DropBlock": 8}
         assert record["asked"] == pytest.approx(0.1)
         assert "warnings" not in record
@@ -133,14 +134,14 @@ class TestDetection:
     def test_warnings_and_problems_are_recorded_by_kind(self, model: Small, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Injection, "check", lambda self: ["'dropblock': 2 of 4 sites lost: a.\n  do this."])
         x = torch.randn(2, 3, 2, 3)
-        record = Check(model, Example((x,), (x,))).run()
+        record = check_model(model, Example((x,), (x,)))
         assert record["warnings"] == {"DropBlock at '...': block_size=# covers the whole #x# map": 1}
         assert record["problems"] == ["'...': # of # sites lost"]
 
     def test_model_that_does_not_run_without_hookdrop_is_not_a_failure(self, model: Small) -> None:
         x = torch.ones(2, 4, 16, 16)
         with pytest.raises(NotRunnable, match="expected input"):
-            Check(model, Example((x,), (x,))).run()
+            check_model(model, Example((x,), (x,)))
 
     @pytest.mark.parametrize(("owner", "name", "broken", "message"), BROKEN)
     def test_broken_behavior_fails(
@@ -149,7 +150,7 @@ class TestDetection:
     ) -> None:  # fmt: skip
         monkeypatch.setattr(owner, name, broken)
         with pytest.raises(CheckFailed, match=message):
-            Check(model, Example((images,), (images,))).run()
+            check_model(model, Example((images,), (images,)))
 
 
 class TestEqualBlocks:

@@ -1,1 +1,0 @@
-"""Compute results from records: pairs, contrasts, intervals, tests, and the statements that they support."""

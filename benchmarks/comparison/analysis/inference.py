@@ -1,4 +1,4 @@
-"""Tests of paired differences, and their power."""
+"""Intervals, tests and power of paired differences. `benchmarks/README.md` lists the coverage of these intervals."""
 
 import math
 from bisect import bisect_left
@@ -9,17 +9,21 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 from scipy.stats import nct, permutation_test
 from scipy.stats import t as student
 
-from comparison.analysis.intervals import IMAGE_RESAMPLES, over_both, over_seeds, resamples, standard_error
 from comparison.analysis.schema import LEVEL, METRICS, UNCLEAR, Difference, Metric
 from comparison.run.metrics import BINS, bin_of
 from comparison.run.record import Record
 
 POWER = 0.8
+RESAMPLES, IMAGE_RESAMPLES, TAIL = 10_000, 2_000, 0.025
+WIDEST = 5.0  # maximum ratio of a bootstrap-t limit to the t interval's limit
+ROUNDING = 1e-9  # relative tolerance below which two differences count as equal
+Interval = tuple[float, float]
 EXACT_PAIRS, RANDOM_FLIPS = 20, 100_000
 """Maximum number of pairs for the exact test with all sign flips, and the number of random ones with more pairs."""
 
@@ -104,16 +108,9 @@ def pairs_needed(differences: int) -> int:
 
 def holm(ps: Sequence[float]) -> list[float]:
     """Holm's step-down adjusted p-values (statsmodels 0.15 is slower: it collects all garbage in each call)."""
-    adjusted, running = [0.0] * len(ps), 0.0
-    for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        running = max(running, min(1.0, (len(ps) - rank) * ps[i]))
-        adjusted[i] = running
+    ranked = pd.Series(ps, dtype=float).sort_values()
+    adjusted: list[float] = (ranked * np.arange(len(ps), 0, -1)).clip(upper=1.0).cummax().sort_index().tolist()
     return adjusted
-
-
-def more_than_chance(of_metrics: Mapping[Metric, Difference]) -> bool:
-    """Whether any metric differs at 5 % in the permutation test, with Holm's correction over the metrics."""
-    return min(holm([found.p for found in of_metrics.values()]), default=1.0) <= LEVEL
 
 
 def minimum_detectable(values: ArrayLike) -> float | None:
@@ -143,3 +140,82 @@ def _noncentrality(pairs: int) -> float:
     """
     critical = student.ppf(1 - LEVEL / 2, pairs - 1)
     return float(brentq(lambda shift: nct.sf(critical, pairs - 1, shift) - POWER, 1.0, 100.0))
+
+
+def over_seeds(values: ArrayLike) -> Interval:
+    """Bootstrap-t interval of the mean, at least as wide as the t interval on each side; a point for one value.
+
+    It is deterministic: the bootstrap samples depend only on the number of values.
+    """
+    values_S = np.asarray(values, dtype=np.float64)
+    error = standard_error(values_S)
+    if error == 0:
+        return float(values_S.mean()), float(values_S.mean())
+    counts_BS = resamples(len(values_S), RESAMPLES, 0)
+    least = float(student.ppf(1 - TAIL, len(values_S) - 1))
+    low, high = (_capped(limit, least) for limit in _limits(counts_BS, values_S[None], 0.0))
+    return float(values_S.mean() - max(high, least) * error), float(values_S.mean() - min(low, -least) * error)
+
+
+def over_both(values: ArrayLike, resampled_SB: NDArray[np.float64]) -> Interval:
+    """Interval that also accounts for the sampling of test images; it contains `over_seeds`.
+
+    Seeds and images are resampled independently, with the same images in all runs (crossed, as in Owen 2007). Each
+    resampled mean is divided by its standard error over the resampled seeds and over the image bootstrap. This counts
+    the seed-image interaction twice, so the interval is conservative.
+
+    Args:
+        values: The differences on all images, of shape (S,).
+        resampled_SB: The differences on the bootstrap samples of images from `resamples(N, B, 1)`, of shape (S, B).
+            Only their spread is used, because resampling biases metrics such as ECE upward.
+    """
+    values_S = np.asarray(values, dtype=np.float64)
+    if len(values_S) == 1:
+        return over_seeds(values_S)
+    shifted_BS = (resampled_SB - resampled_SB.mean(axis=1, keepdims=True)).T + values_S
+    of_images = float(shifted_BS.mean(axis=1).var())
+    seeds = over_seeds(values_S)
+    if of_images <= (ROUNDING * np.abs(values_S).max()) ** 2:
+        return seeds
+    counts_BS = resamples(len(values_S), resampled_SB.shape[1], 2)
+    least = float(student.ppf(1 - TAIL, len(values_S) - 1))
+    low, high = (_capped(limit, least) for limit in _limits(counts_BS, shifted_BS, of_images))
+    error = float(np.hypot(standard_error(values_S), np.sqrt(of_images)))
+    return min(seeds[0], float(values_S.mean()) - high * error), max(seeds[1], float(values_S.mean()) - low * error)
+
+
+def _capped(limit: float, least: float) -> float:
+    """Limit to `WIDEST` times the t interval: with few seeds, some resamples have almost no spread."""
+    most = least * (WIDEST if np.isfinite(limit) else 1.0)
+    return float(np.clip(limit, -most, most))
+
+
+def standard_error(values_S: NDArray[np.float64]) -> float:
+    """Standard error of the mean; 0 for a single value or equal values."""
+    if np.ptp(values_S) <= ROUNDING * np.abs(values_S).max():
+        return 0.0
+    return float(values_S.std(ddof=1) / np.sqrt(len(values_S)))
+
+
+@lru_cache(maxsize=16)
+def resamples(size: int, count: int, stream: int) -> NDArray[np.uint8]:
+    """Counts of each item in each bootstrap sample, of shape (count, size); deterministic."""
+    drawn = np.random.default_rng((stream, size, count)).integers(size, size=(count, size))
+    drawn += np.arange(count)[:, None] * size
+    return np.bincount(drawn.ravel(), minlength=count * size).astype(np.uint8).reshape(count, size)
+
+
+def _limits(counts_BS: NDArray[np.uint8], values_BS: NDArray[np.float64], of_images: float) -> Interval:
+    """The 2.5 % and 97.5 % quantiles of (resampled mean - mean) / standard error; infinite without spread."""
+    count, seeds = counts_BS.shape
+    deviations_BS = values_BS - values_BS.mean()
+    mean_B = (counts_BS * deviations_BS).sum(axis=1) / seeds
+    square_B = (counts_BS * deviations_BS**2).sum(axis=1) / seeds
+    variance_B = square_B - mean_B**2
+    variance_B[variance_B <= 1e-12 * square_B] = 0
+    error_B = np.sqrt(variance_B / (seeds - 1) + of_images)
+    mean_B[np.abs(mean_B) <= ROUNDING * np.abs(deviations_BS).max()] = 0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.sort(np.where(mean_B == 0, 0.0, mean_B / error_B))
+    outside = int(TAIL * count)
+    return float(ratios[outside - 1]), float(ratios[count - outside])

@@ -41,16 +41,15 @@ def paired(entries: Sequence[Entry], records: Mapping[str, Record]) -> list[Pair
     entries = sorted(entries, key=lambda entry: (entry.control != "", entry.arm.kind != "none"))
     found = []
     for entry in entries:
-        reasons = {seed: _reason(entry, entries[0], seed, records) for seed in sorted(entry.runs)}
-        finished = {seed: records[entry.runs[seed].key] for seed in reasons if not _missing(entry, seed, records)}
-        complete = frozenset(seed for seed, reason in reasons.items() if not reason)
+        missing = {seed: _missing(entry, seed, records) for seed in sorted(entry.runs)}
+        finished = {seed: records[entry.runs[seed].key] for seed, why in missing.items() if not why}
+        reasons = {seed: why or _mismatch(entry, entries[0], seed, records) for seed, why in missing.items()}
+        complete = frozenset(seed for seed, why in reasons.items() if not why)
         found.append(PairedArm(entry, finished, complete, {seed: why for seed, why in reasons.items() if why}))
     return found
 
 
-def _reason(entry: Entry, none: Entry, seed: int, records: Mapping[str, Record]) -> str:
-    if missing := _missing(entry, seed, records):
-        return missing
+def _mismatch(entry: Entry, none: Entry, seed: int, records: Mapping[str, Record]) -> str:
     if entry is none:
         return ""
     if missing := _missing(none, seed, records):

@@ -103,8 +103,6 @@ class ArmSummary(Part):
 
 
 class Contrast(Part):
-    """The difference between two regularizers."""
-
     a: Name
     b: Name
     metric: Metric
@@ -151,8 +149,6 @@ class Cell(Part):
 
 
 class FailedRun(Part):
-    """A run without an outcome."""
-
     cell: Name
     arm: Name
     seed: int
@@ -175,7 +171,6 @@ class Summary(Part):
     command: str
     config: str  # the YAML text
     seeds: int  # fixed before the first run
-    notes: list[str] = []  # to be read first, such as that arms are left out
     cells: list[Cell]
     failures: list[FailedRun]
     environments: list[Environment]  # more than one if runs used different revisions or machines

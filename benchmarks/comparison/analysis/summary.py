@@ -84,7 +84,6 @@ def _failures(records: Mapping[str, Record]) -> list[FailedRun]:
 
 
 def summarize_arm(arm: PairedArm, against_none: Any, costs: Cost | None) -> ArmSummary:
-    """Summarize the finished runs of an arm."""
     entry, runs = arm.entry, arm.outcomes
     first: Any = runs[0] if runs else {}
     values: dict[Metric, list[float]] = {metric: [run[metric] for run in runs] for metric in METRICS}

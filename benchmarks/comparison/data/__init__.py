@@ -1,1 +1,0 @@
-"""Datasets, their splits and batches."""

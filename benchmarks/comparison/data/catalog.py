@@ -2,20 +2,21 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 from torch.nn.functional import interpolate
+from torchvision.datasets import ImageFolder
 
-from comparison.data import emoji, image_folder, synthetic
-from comparison.data.sources import stored
-from comparison.data.task import DataError, Task
+from comparison.data import emoji, synthetic
+from comparison.data.task import DataError, Task, files, hold_out, stored
 from comparison.spec.run_spec import Data, generator, suggest
 
 FOLDER = "imagefolder"
-TEST_DIGITS = 797
+TEST_DIGITS, TEST_FRACTION = 797, 0.2
 Batch = tuple[Tensor, Tensor, Tensor]
 """(indices_B, x_BCHW, y_B)."""
 
@@ -29,7 +30,7 @@ def load(data: Data) -> Task:
 def _load(data: Data) -> Task:
     kind, _, path = data.name.partition(":")
     if kind == FOLDER and path:
-        return image_folder.load(data)
+        return image_folder(data)
     if kind == FOLDER:
         raise DataError(f"{data.name!r} has no path.", f"use {FOLDER}:PATH")
     if data.name in LOADERS:
@@ -47,6 +48,22 @@ def digits(data: Data) -> Task:
     pool, test = train_test_split(every, test_size=TEST_DIGITS, stratify=found.target, random_state=0)
     source = stored(x_N1HW, size, data.augmentation, fill=-1.0)
     return Task(data.name, 10, labels_N, pool.sort().values, test.sort().values, source)
+
+
+def image_folder(data: Data) -> Task:
+    """Load `imagefolder:PATH`, a folder with one folder per class; a fixed fifth of the images is for testing."""
+    root = Path(data.name.partition(":")[2])
+    try:
+        # torchvision names folders that do not exist, and classes without images.
+        folder = ImageFolder(str(root))
+    except OSError as error:
+        raise DataError(f"{error}", "expected: one folder of images for each of at least two classes") from None
+    if len(folder.classes) < 2:
+        raise DataError(f"{str(root)!r} has only one class, {folder.classes[0]!r}.", "expected: at least two classes")
+    labels_N, paths = torch.tensor(folder.targets), tuple(path for path, _ in folder.samples)
+    pool, test = hold_out(str(root), labels_N, folder.classes, max(1, round(TEST_FRACTION * len(paths))))
+    source = files(paths, data.image_size or 224, data.augmentation)
+    return Task(data.name, len(folder.classes), labels_N, pool, test, source)
 
 
 LOADERS: dict[str, Callable[[Data], Task]] = {"digits": digits, "synthetic-cue": synthetic.load, "emoji": emoji.load}

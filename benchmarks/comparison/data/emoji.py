@@ -19,8 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
-from comparison.data.sources import stored
-from comparison.data.task import DataError, Task, hold_out
+from comparison.data.task import DataError, Task, hold_out, stored
 from comparison.spec.run_spec import Data
 
 VENDORS = ("google", "twitter")

@@ -22,8 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from comparison.data.sources import stored
-from comparison.data.task import DataError, Task
+from comparison.data.task import DataError, Task, stored
 from comparison.spec.run_spec import Data, generator
 
 CLASSES, POOL, TEST = 8, 4000, 1024

@@ -1,1 +1,0 @@
-"""Execute runs in local processes, and store their records."""

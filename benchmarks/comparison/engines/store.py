@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 import numpy as np
 
@@ -32,9 +31,7 @@ class Store:
 
     def add(self, record: Record) -> None:
         """Store a record. It is on disk when this returns."""
-        fields: dict[str, Any] = {name: value for name, value in vars(record).items() if name != "images"}
-        fields["failure"] = record.failure and asdict(record.failure)
-        file, text = io.BytesIO(), json.dumps(fields, allow_nan=False)
+        file, text = io.BytesIO(), json.dumps(asdict(replace(record, images={})), allow_nan=False)
         np.savez_compressed(file, allow_pickle=False, record=np.array(text), **record.images)
         replace_file(self._file(record.key), file.getvalue())
 
@@ -81,13 +78,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 class Folder:
-    """All files of a comparison."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.store = path, Store(path.absolute() / "runs")
-        self.report, self.summary, self._plan = (
-            path / name for name in ("report.html", "summary.json", "comparison.json")
-        )
+        self.report, self.summary, self._plan = map(path.joinpath, ("report.html", "summary.json", "comparison.json"))
         try:
             self.store.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

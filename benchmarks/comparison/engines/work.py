@@ -29,9 +29,7 @@ Job = Callable[[Run], Record]
 """Trains one run; must be picklable."""
 Engine = Callable[[Sequence[Run], Job, Store], Iterator[Record]]
 """Trains runs with a job, and yields the record of each when it finishes, including failed runs."""
-Progress = Callable[[int, str], Callable[[Record], None]]
-"""Given the number of runs and a title, returns a function to call with each finished record."""
-FRAMES, LONGEST = 4, 2000
+FRAMES, LONGEST, LINES = 4, 2000, 10
 KILLED = """the worker process ended: exit code {}.
   The usual cause is too little memory (see `dmesg`): use fewer --workers.
 The next start of the comparison retries the run."""
@@ -43,7 +41,6 @@ class Runner:
 
     store: Store
     engine: Engine
-    progress: Progress
     requested: dict[str, Record] = field(default_factory=dict)
 
     def ensure(self, runs: Sequence[Run], title: str) -> Mapping[str, Record]:
@@ -54,7 +51,7 @@ class Runner:
             missing = [run for key, run in wanted.items() if _is_missing(found.get(key), again)]
             if not missing:
                 continue
-            advance = self.progress(len(missing), f"{title}, once more after a kill" if again else title)
+            advance = progress(len(missing), f"{title}, once more after a kill" if again else title)
             for record in self.engine(missing, execute, self.store):
                 found[record.key] = record
                 advance(record)
@@ -65,6 +62,21 @@ class Runner:
         records = self.ensure([run for search in searches.values() for run in search.runs()], "Tuning")
         losses = {key: record.outcome["nll"] if record.outcome else None for key, record in records.items()}
         return {arm: search.result(losses) for arm, search in searches.items()}
+
+
+def progress(total: int, title: str) -> Callable[[Record], None]:
+    """Return a callback for finished runs, which prints a line for every 10 % of the runs."""
+    print(f"{title}: {total} runs", flush=True)
+    finished, started = list[Record](), time.perf_counter()
+
+    def advance(record: Record) -> None:
+        finished.append(record)
+        done, failed = len(finished), sum(not one.done for one in finished)
+        if done * LINES // total > (done - 1) * LINES // total:  # 10 % need not be an integer number of runs
+            note, minutes = f" ({failed} failed)" if failed else "", (time.perf_counter() - started) / 60
+            print(f"{done} of {total} runs{note} after {minutes:.1f} minutes", flush=True)
+
+    return advance
 
 
 def _is_missing(record: Record | None, again: bool) -> bool:
@@ -101,12 +113,19 @@ def train(runs: Sequence[Run], job: Job, store: Store, workers: int) -> Iterator
 
 
 def _train(run: Run, job: Job, store: Store) -> Record | None:
-    """Train and store one run in a worker. Return a record only if it could not be stored."""
-    record = guarded(job, run)
+    """Train, time and store one run in a worker. Return a record only if it could not be stored."""
+    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+    try:
+        record = job(run)
+    except (Exception, SystemExit) as error:
+        record = failed(run, failure_of(error))
+    record = replace(record, started=started, seconds=time.perf_counter() - clock)
     stored = store_record(store, record)
     if record.failure and run.device != "cpu":
         # After a device error, the process may not be able to use the device any more.
         os._exit(1)
+    if record.failure:
+        gc.collect()  # the memory that the traceback kept alive
     return None if stored is record else stored
 
 
@@ -122,21 +141,6 @@ def _start_worker() -> None:
 def _exit_with(parent: BaseProcess) -> None:
     parent.join()
     os._exit(1)
-
-
-def guarded(job: Job, run: Run) -> Record:
-    """Run the job and time it; return a failed record if it raises. KeyboardInterrupt is not caught."""
-    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-    try:
-        record = job(run)
-    except (Exception, SystemExit) as error:
-        record = failed(run, failure_of(error))
-    if record.failure:
-        # Free the memory that the traceback kept alive.
-        gc.collect()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()
-    return replace(record, started=started, seconds=time.perf_counter() - clock)
 
 
 def failed(run: Run, failure: Failure) -> Record:

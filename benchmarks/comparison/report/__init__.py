@@ -1,1 +1,0 @@
-"""The output of a comparison: the HTML report, the terminal table, and the progress display."""

@@ -11,13 +11,11 @@ from markupsafe import Markup
 
 from comparison.analysis import text
 from comparison.analysis.schema import DECIMALS, SHORT, Cell, Summary
-from comparison.analysis.text import sentences
-from comparison.analysis.verdict import verdict
+from comparison.analysis.text import sentences, verdict
 from comparison.report import figures
 from comparison.report.table import COLUMNS, row
 
 HERE = Path(__file__).parent
-ABSENT = "–"
 
 
 def write(summary: Summary, path: Path) -> None:
@@ -56,7 +54,7 @@ class CellView:
 
 def number(value: float | None, decimals: int = 2, sign: str = "") -> str:
     """Format a number; a dash if it is missing or not finite."""
-    return ABSENT if value is None or not math.isfinite(value) else f"{value:{sign}.{decimals}f}".replace("-", "−")
+    return "–" if value is None or not math.isfinite(value) else f"{value:{sign}.{decimals}f}".replace("-", "−")
 
 
 def probability(p: float) -> str:

@@ -1,8 +1,6 @@
-"""The table of a cell, for the report and for the terminal, and the progress of the runs."""
+"""The table of a cell, for the report and for the terminal."""
 
 import math
-import time
-from collections.abc import Callable
 
 from rich import box
 from rich.markup import escape
@@ -10,9 +8,8 @@ from rich.table import Table
 
 from comparison.analysis.schema import DECIMALS, METRICS, ArmSummary, Cell, Metric
 from comparison.analysis.text import interval_text, times
-from comparison.run.record import Record
 
-WIDTH, LINES, NOTHING = 130, 10, "-"
+WIDTH, NOTHING = 130, "-"
 COLUMNS = (
     *("variant", "rate\n", "requested\n", "dropped\n± 95 %", "accuracy\n%", "NLL\nnats", "ECE\n%"),
     *("accuracy - none\n[95 %], points", "NLL - none\n[95 %], nats"),
@@ -49,18 +46,3 @@ def row(arm: ArmSummary) -> list[str]:
         " /\n".join(f"{one.p_holm:.3f}" for one in found if arm.compared) or NOTHING,
         times(arm.time).replace(" ", "\n", 1) if arm.time else NOTHING,
     ]
-
-
-def progress(total: int, title: str) -> Callable[[Record], None]:
-    """Return a callback for finished runs, which prints a line for every 10 % of the runs."""
-    print(f"{title}: {total} runs", flush=True)
-    finished, started = list[Record](), time.perf_counter()
-
-    def advance(record: Record) -> None:
-        finished.append(record)
-        done, failed = len(finished), sum(not one.done for one in finished)
-        if done * LINES // total > (done - 1) * LINES // total:  # 10 % need not be an integer number of runs
-            note, minutes = f" ({failed} failed)" if failed else "", (time.perf_counter() - started) / 60
-            print(f"{done} of {total} runs{note} after {minutes:.1f} minutes", flush=True)
-
-    return advance

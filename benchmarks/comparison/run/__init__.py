@@ -1,1 +1,0 @@
-"""A training run, from its spec to its record."""

@@ -1,7 +1,7 @@
 """Build timm models by name, with random or pretrained weights, and linear probes of them."""
 
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distributions
 from typing import Any, Self
 
 import timm
@@ -47,10 +47,7 @@ def load_from_package(model: Any, name: str, classes: int) -> None:
     weights that timm's constructor draws for a head with few classes are about twelve times as large, so that the first
     steps would disturb the other layers.
     """
-    try:
-        installed = distribution(PACKAGE)
-    except PackageNotFoundError:
-        installed = None
+    installed = next(iter(distributions(name=PACKAGE)), None)
     if name != ARCHITECTURE or installed is None or installed.version != VERSION:
         raise ConfigError(
             f"pretrained: only {PACKAGE}=={VERSION} has weights, those of timm:{ARCHITECTURE}.\n"

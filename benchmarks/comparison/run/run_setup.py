@@ -39,10 +39,6 @@ class RunSetup:
     weights: str  # SHA-256 of the initial parameters and buffers
     footprint: dict[str, Any]  # of the model without hooks
 
-    @property
-    def rate(self) -> float | None:
-        return self.drop.p if self.drop else None
-
     def logits(self, indices: Tensor) -> Tensor:
         """The model's outputs in eval mode: (N, classes), float32, on the CPU."""
         self.model.eval()
@@ -64,12 +60,16 @@ def prepare(run: Run) -> RunSetup:
     task, device = load(run.data), torch.device(run.device)
     split = task.split(run.data.train_size, run.data.validation_size, run.seed)
     torch.manual_seed(seed_of(run.seed, "weights"))
-    model = models.build(run.model, task.classes, task.shape[0], arms.model_arguments(run.arm))
+    model = models.build(run.model, task.classes, task.source.shape[0], arms.model_arguments(run.arm))
+    steps = steps_of(run, len(split.train))
     weights, before = digest(model.state_dict().values()), kept(model)
-    drop, plan = _inject(run, model, len(split.train), torch.zeros(2, *task.shape))
+    drop, plan = _inject(run, model, steps, torch.zeros(2, *task.source.shape))
     model.to(device, memory_format=memory_format(run))  # type: ignore[call-overload]
     forward = models.LinearProbe(model) if run.arm.kind == "probe" else model
-    optimizer, decay = _optimizer(run, model, len(split.train))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    lr, weight_decay = run.arm.lr or run.optimizer.lr, run.optimizer.weight_decay
+    optimizer = torch.optim.AdamW(trained, lr, weight_decay=weight_decay)
+    decay = CosineAnnealingLR(optimizer, steps)
     if drop and run.arm.p is not None:
         drop.follow(optimizer)
     torch.manual_seed(seed_of(run.seed, "masks", 0))
@@ -77,7 +77,6 @@ def prepare(run: Run) -> RunSetup:
 
 
 def memory_format(run: Run) -> torch.memory_format:
-    """The memory format of a run's images and weights."""
     return torch.channels_last if run.channels_last else torch.preserve_format
 
 
@@ -96,21 +95,14 @@ def steps_of(run: Run, train_images: int) -> int:
 
 
 def _inject(
-    run: Run, model: nn.Module, train_images: int, example: Tensor
+    run: Run, model: nn.Module, steps: int, example: Tensor
 ) -> tuple[hookdrop.Injection | None, hookdrop.Plan | None]:
     """Place the hooks. The plan's warnings become flags in the report; any later warning is an error."""
     spec = arms.injection(run.arm, model, example)
     if spec is None:
         return None, None
-    settings: Any = {"total_steps": steps_of(run, train_images), "example_input": example}
+    settings: Any = {"total_steps": steps, "example_input": example}
     plan = hookdrop.plan(model, spec, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hookdrop.HookdropWarning)
         return hookdrop.inject(model, spec, **settings), plan
-
-
-def _optimizer(run: Run, model: nn.Module, train_images: int) -> tuple[Optimizer, LRScheduler]:
-    settings, steps = run.optimizer, steps_of(run, train_images)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, run.arm.lr or settings.lr, weight_decay=settings.weight_decay)
-    return optimizer, CosineAnnealingLR(optimizer, steps)

@@ -31,11 +31,7 @@ def execute(run: Run) -> Record:
 
 
 def train(setup: RunSetup) -> tuple[list[list[float]], list[str], Any]:
-    """Train to the last epoch.
-
-    Returns:
-        The losses of the steps of each epoch, the hash of its image indices, and what was dropped in the last epochs.
-    """
+    """Return the losses of the steps of each epoch, the hash of its images, and what was dropped in the last epochs."""
     losses, seen, measured, last = list[list[float]](), list[str](), None, _last_epoch(setup)
     with ExitStack() as stack:
         for epoch in range(1, last + 1):
@@ -100,8 +96,9 @@ def _outcome(setup: RunSetup, losses: list[list[float]], seen: list[str], measur
         "call": arms.text_at_rate(run.arm), "sites": len(drop.sites) if drop else 0,
         "flags": setup.plan.warnings if setup.plan else [],
         "weights_before": setup.weights, "weights_after": digest(setup.model.state_dict().values()), "batches": seen,
-        "first_loss": losses[0][0], "train_loss": [*map(statistics.fmean, losses)], "rate_at_end": setup.rate,
-        "asked": measured.requested if asks else None, "dropped": measured.dropped if drops else None,
+        "first_loss": losses[0][0], "train_loss": [*map(statistics.fmean, losses)],
+        "rate_at_end": drop.p if drop else None, "asked": measured.requested if asks else None,
+        "dropped": measured.dropped if drops else None,
         "changes": changes(setup.model, drop, setup.images(scored[:CHECKED_IMAGES]), setup.footprint) if drop else None,
         "accuracy": scores.accuracy, "nll": scores.nll, "ece": scores.ece,
         "outputs": digest([logits]), "data": task.sha256, "test_sets": list(test_sets),

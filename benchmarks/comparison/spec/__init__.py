@@ -1,1 +1,0 @@
-"""The specification of a comparison: command line, configuration, arms and runs."""

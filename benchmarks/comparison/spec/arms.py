@@ -27,12 +27,7 @@ class ModelArgument(nn.Identity):
         self.name, self.p = name, p
 
 
-def _named(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-    make.__module__, make.__qualname__ = name.split(".")
-    return make
-
-
-_CALLS: dict[str, Callable[..., Any]] = {
+PEERS: dict[str, Callable[..., Any]] = {
     "torchvision.DropBlock2d": lambda p, block_size: torchvision.ops.DropBlock2d(p, block_size),
     "torchvision.StochasticDepth": lambda p, mode="row": torchvision.ops.StochasticDepth(p, mode),
     # Each channel has its own mask, as in the paper and in hookdrop's DropBlock.
@@ -44,8 +39,9 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "timm.drop_block_rate": lambda p: ModelArgument("drop_block_rate", p),
     "timm.drop_rate": lambda p: ModelArgument("drop_rate", p),
 }
-PEERS = {name: _named(name, make) for name, make in _CALLS.items()}
 """By the names under which configurations call them."""
+for _name, _make in PEERS.items():
+    _make.__module__, _make.__qualname__ = _name.split(".")
 
 
 def read(kind: str, text: str) -> Any:
@@ -93,16 +89,15 @@ def at_rate(made: Any, p: float | None) -> Any:
     return twin
 
 
-def injection(arm: Arm, model: nn.Module, example: Tensor | None) -> hookdrop.InjectionSpec | None:
+def injection(arm: Arm, model: nn.Module, example: Tensor) -> hookdrop.InjectionSpec | None:
     """What an arm injects into a model; None for an arm without hooks."""
     if not arm.call or model_arguments(arm):
         return None
     p = arm.p
-    if arm.kind == "peer" and arm.equal == "fraction" and example is not None:
-        assert p is not None
+    if arm.kind == "peer" and arm.equal == "fraction":
         sites = hookdrop.plan(model, "DropPath(p=0.1)", layers=list(arm.layers), example_input=example).sites
         # The batch has no effect on the fraction.
-        p = rate_for(arm.call, p, tuple((1, *site.shape[1:]) for site in sites if site.shape))
+        p = rate_for(arm.call, arm.p or 0.0, tuple((1, *site.shape[1:]) for site in sites if site.shape))
     schedule = None if arm.p is None else read_schedule(arm.schedule)
     return hookdrop.InjectionSpec(
         at_rate(read(arm.kind, arm.call), p), layers=list(arm.layers) or None, schedule=schedule

@@ -1,11 +1,13 @@
-"""The configuration of a comparison, from a YAML file or from flags."""
+"""The configuration of a comparison, from a YAML file."""
 
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
+import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat
 
 from comparison.spec import arms
@@ -17,6 +19,7 @@ NONE = Arm(name="none", kind="none", schedule="none")
 RESERVED = ("none", "none (other seeds)", "p = 0 (A/A)")
 Kind = Literal["regularizer", "recipe", "peer", "probe"]
 KINDS: tuple[Kind, ...] = ("regularizer", "recipe", "peer", "probe")
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def _as_arm(value: Any) -> Any:
@@ -168,8 +171,22 @@ class Config(Training):
         return config.like or [*namesake, *(other.name for other in ours), name][0]
 
     def cells(self) -> Iterator[tuple[Data, Model]]:
-        """Every combination of dataset and model."""
         return itertools.product(self.data, self.models)
+
+
+def read(path: Path) -> tuple[Config, str]:
+    try:
+        settings = yaml.safe_load(text := path.read_text())
+    except OSError as error:
+        known = [str(one) for folder in (path.parent, CONFIGS) for one in sorted(folder.glob("*.y*ml"))]
+        raise ConfigError(
+            f"--config: cannot read {path}: {error.strerror}.\n{suggest(str(path), known)}\nNothing was trained."
+        ) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: invalid YAML: {error}\nNothing was trained.") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings, such as `seeds: 8`.\nNothing was trained.")
+    return validate(settings, str(path)), text
 
 
 def validate(settings: Mapping[str, Any], source: str) -> Config:

@@ -81,8 +81,6 @@ class Arm(Part):
 
 
 class Training(Part):
-    """How a model is trained."""
-
     optimizer: Optimizer = Optimizer()
     epochs: PositiveInt
     batch_size: PositiveInt = 20

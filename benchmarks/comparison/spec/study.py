@@ -40,7 +40,6 @@ class Study:
 
     @property
     def arms(self) -> list[Arm]:
-        """None and the configured arms."""
         return [NONE, *self.config.all_arms()]
 
     def searches(self) -> dict[tuple[str, str], Search]:

@@ -17,7 +17,6 @@ from comparison.analysis.text import interval_text
 from comparison.engines.store import Store
 from comparison.report.table import row
 from comparison.run.record import Record
-from comparison.spec import options
 from comparison.spec.config import validate
 from tests.support.programs import ROOT
 
@@ -157,7 +156,7 @@ class TestReadme:
         shell = re.findall(r"benchmarks/compare\.py ((?:\\\n|[^`\n])+)", self.TEXT)
         assert len(shell) > 6
         for words in shell:
-            options.parse(shlex.split(words.replace("\\\n", " "), comments=True), "")
+            compare.parse(shlex.split(words.replace("\\\n", " "), comments=True))
 
 
 def settings(text: str) -> dict[str, object]:

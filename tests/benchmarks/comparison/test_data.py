@@ -18,8 +18,7 @@ from torch import Tensor
 
 from comparison.data import catalog, synthetic
 from comparison.data.catalog import batches, check, load
-from comparison.data.sources import stored
-from comparison.data.task import DataError, Task
+from comparison.data.task import DataError, Task, stored
 from comparison.spec.run_spec import Data
 from tests.support.emoji_packages import CATEGORIES, png, write
 
@@ -31,7 +30,7 @@ def made(counts: list[int]) -> Task:
     labels_N = labels_N[order]
     first = torch.cat([(labels_N == c).nonzero()[:2, 0] for c in range(len(counts))]).sort().values
     every = torch.arange(len(labels_N))
-    source = stored(every.float()[:, None, None, None], None, "none")
+    source = stored(every.float()[:, None, None, None], 1, "none")
     return Task("made", len(counts), labels_N, every[~torch.isin(every, first)], first, source)
 
 
@@ -181,7 +180,7 @@ class TestSyntheticCue:
     def test_synthetic_images_are_deterministic(self) -> None:
         # Sine and cosine differ in the last bits between processors.
         task = load(Data(name="synthetic-cue"))
-        assert (task.shape, len(task.pool), len(task.test), task.classes) == ((1, 32, 32), 4000, 1024, 8)
+        assert (task.source.shape, len(task.pool), len(task.test), task.classes) == ((1, 32, 32), 4000, 1024, 8)
         assert per_class(task, task.pool) == [500] * 8
         numbers = task.source.images(torch.tensor([0, 4999]))[:, 0, 7, 7].tolist()
         assert numbers == pytest.approx([-3.0, -1.20812], abs=1e-4)
@@ -218,7 +217,7 @@ def right_by_wave(x_N1HW: Tensor, y_N: Tensor) -> float:
 class TestImageFolder:
     def test_class_folders_have_a_fixed_test_split(self, folder: Path) -> None:
         task = folder_task(folder)
-        assert (len(task.pool), task.shape) == (16, (3, 16, 16))
+        assert (len(task.pool), task.source.shape) == (16, (3, 16, 16))
         assert per_class(task, task.test) == [2, 2]
         assert not set(task.pool.tolist()) & set(task.test.tolist())
         catalog._load.cache_clear()

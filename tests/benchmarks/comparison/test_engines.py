@@ -15,8 +15,7 @@ import pytest
 
 from comparison.engines import work
 from comparison.engines.store import Store, StoreError
-from comparison.engines.work import Runner
-from comparison.report.table import progress
+from comparison.engines.work import Runner, progress
 from comparison.run.record import Failure, Record
 from comparison.spec.run_spec import Run
 from tests.support.comparison_jobs import job, record_of, run_of, runs_of, starts
@@ -34,7 +33,7 @@ def store(tmp_path: Path) -> Store:
 
 def train(runs: list[Run], store: Store, workers: int = 1) -> dict[str, Record]:
     """Train with the local engine until nothing is missing, as the comparison does."""
-    trainer = Runner(store, partial(work.train, workers=workers), lambda *_: lambda _: None)
+    trainer = Runner(store, partial(work.train, workers=workers))
     return dict(trainer.ensure(runs, ""))
 
 
@@ -111,7 +110,7 @@ class TestRunner:
             asked.extend(runs)
             return (record_of(run) for run in runs)
 
-        trainer = Runner(store, engine, lambda *_: lambda _: None)
+        trainer = Runner(store, engine)
         trainer.ensure(self.RUNS, "")
         assert asked == [other] * trained
         assert set(trainer.requested) == {run.key for run in self.RUNS}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss
 
-from comparison.analysis import inference, intervals
+from comparison.analysis import inference
 from comparison.analysis.inference import RunMetric, difference, holm, holm_corrected, minimum_detectable, permutation_p
 from comparison.analysis.schema import METRICS, UNCLEAR, ArmSummary, Cell, Difference, Summary
 from comparison.run import metrics
@@ -60,7 +60,7 @@ class TestMetrics:
 
     def test_metrics_of_resamples_match_direct_scoring(self) -> None:
         logits, labels = made_scores(7, images=50)
-        counts = intervals.resamples(50, 20, 1)
+        counts = inference.resamples(50, 20, 1)
         found = inference.resampled(metrics.score(logits, labels).images, counts)
         for b, count in enumerate(counts):
             rows = np.repeat(np.arange(50), count)
@@ -82,19 +82,19 @@ DRAWS: dict[str, Callable[[np.random.Generator, Any], Any]] = {
 }
 
 
-def bootstrap_t(values: np.ndarray) -> intervals.Interval:
+def bootstrap_t(values: np.ndarray) -> inference.Interval:
     """The bootstrap-t interval of `over_seeds`, before it is limited by the t interval."""
-    low, high = intervals._limits(intervals.resamples(len(values), 2000, 0), values[None], 0.0)
-    error = intervals.standard_error(values)
+    low, high = inference._limits(inference.resamples(len(values), 2000, 0), values[None], 0.0)
+    error = inference.standard_error(values)
     return float(values.mean() - high * error), float(values.mean() - low * error)
 
 
-def student(values: np.ndarray) -> intervals.Interval:
+def student(values: np.ndarray) -> inference.Interval:
     found = scipy.stats.ttest_1samp(values, 0).confidence_interval(0.95)
     return found.low, found.high
 
 
-METHODS: dict[str, Any] = {"bootstrap-t": bootstrap_t, "t": student, "ours": intervals.over_seeds}
+METHODS: dict[str, Any] = {"bootstrap-t": bootstrap_t, "t": student, "ours": inference.over_seeds}
 
 
 def coverage(method: str, kind: str, seeds: int, times: int) -> float:
@@ -119,14 +119,14 @@ class TestCoverage:
     @pytest.mark.parametrize("seeds", [4, 8])
     def test_coverage_over_seeds_and_images(self, sizes: tuple[float, float, float], seeds: int) -> None:
         rng, images, times = np.random.default_rng(seeds), 100, 150
-        counts_BN = intervals.resamples(images, 500, 1)
+        counts_BN = inference.resamples(images, 500, 1)
         both, alone = [], []
         for _ in range(times):
             of_seed, of_image, of_both = sizes
             values_SN = of_seed * rng.normal(size=(seeds, 1)) + of_image * rng.normal(size=images)
             values_SN += of_both * rng.normal(size=(seeds, images))
-            both.append(intervals.over_both(values_SN.mean(1), values_SN @ counts_BN.T / images))
-            alone.append(intervals.over_seeds(values_SN.mean(1)))
+            both.append(inference.over_both(values_SN.mean(1), values_SN @ counts_BN.T / images))
+            alone.append(inference.over_seeds(values_SN.mean(1)))
             assert both[-1][0] <= alone[-1][0] < alone[-1][1] <= both[-1][1]
         # 95 % minus 3.5 standard errors. Intervals over seeds alone undercover if images dominate.
         assert np.mean([low <= 0 <= high for low, high in both]) > 0.95 - 3.5 * (0.95 * 0.05 / times) ** 0.5
@@ -137,18 +137,18 @@ class TestCoverage:
 class TestIntervals:
     @given(DIFFERENCES)
     def test_intervals_contain_the_mean_and_the_t_interval(self, values: list[float]) -> None:
-        low, high = intervals.over_seeds(values)
+        low, high = inference.over_seeds(values)
         assert low <= np.mean(values) + 1e-9
         assert high >= np.mean(values) - 1e-9
-        if intervals.standard_error(np.array(values)):
+        if inference.standard_error(np.array(values)):
             theirs = student(np.array(values))
             assert low <= theirs[0] + 1e-6
             assert high >= theirs[1] - 1e-6
             assert np.isfinite([low, high]).all()
 
     def test_one_value_is_a_point_and_two_give_the_t_interval(self) -> None:
-        assert intervals.over_seeds([0.7]) == intervals.over_both([0.7], np.ones((1, 9))) == (0.7, 0.7)
-        assert intervals.over_seeds([0.7, 1.1]) == pytest.approx(student(np.array([0.7, 1.1])))
+        assert inference.over_seeds([0.7]) == inference.over_both([0.7], np.ones((1, 9))) == (0.7, 0.7)
+        assert inference.over_seeds([0.7, 1.1]) == pytest.approx(student(np.array([0.7, 1.1])))
 
 
 class TestPermutation:
@@ -269,4 +269,4 @@ def test_intervals_over_images_are_those_of_the_published_version() -> None:
     rng = np.random.default_rng(5)
     values = rng.normal(0.8, 1, 16)
     again = values[:, None] + rng.normal(0, 0.7, (16, 1)) * 0.1 + rng.normal(0, 0.6, 2000)
-    assert intervals.over_both(values, again) == pytest.approx((-0.5193883636054835, 2.0039447789269125), rel=1e-12)
+    assert inference.over_both(values, again) == pytest.approx((-0.5193883636054835, 2.0039447789269125), rel=1e-12)

@@ -11,8 +11,7 @@ from scipy.stats import ttest_1samp
 from comparison.analysis.inference import holm
 from comparison.analysis.schema import METRICS, ArmSummary, Cell, Difference, Spread, Summary
 from comparison.analysis.summary import summarize
-from comparison.analysis.text import sentences
-from comparison.analysis.verdict import verdict
+from comparison.analysis.text import sentences, verdict
 from comparison.run import metrics
 from comparison.run.record import Failure, Outcome, Record
 from comparison.spec.run_spec import Arm, Data, Model, Run
