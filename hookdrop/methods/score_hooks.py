@@ -149,7 +149,9 @@ class ScoreMode(TorchFunctionMode):
     ) -> Tensor:
         if attn_mask is not None and is_causal:  # PyTorch 2.6 ignores one of them in some kernels
             raise InjectionError("attention got attn_mask= and is_causal=True, of which PyTorch accepts only one.")
-        mask = self._regularized(additive_mask(query, key, attn_mask, is_causal, enable_gqa))
+        mask = self._regularized(scores := additive_mask(query, key, attn_mask, is_causal, enable_gqa))
+        if mask is scores:  # only checked, which must not select another kernel
+            return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return _ATTENTION(query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
 
     def _regularized(self, scores: Tensor) -> Tensor:
