@@ -74,10 +74,10 @@ def _compare(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     config, written = read(args.config)
     study = Study(config)
-    remarks, plans = preview.check_study(study)
+    remarks, plans, sizes = preview.check_study(study)
     for name, planned in plans.items():
         print(f"{name}: {planned}\n")
-    for note in dict.fromkeys(note for notes in remarks.values() for note in notes):
+    for note in dict.fromkeys([*sizes, *(note for notes in remarks.values() for note in notes)]):
         print(f"Note: {note}")
     folder = Folder(args.out)
     if args.dry_run:

@@ -89,6 +89,9 @@ class TestSmallComparison:
         assert status == 0
         assert f"final runs: {FINALS} to train; 0 in the store" in text
         assert "No difference can be significant at 5 %: use `seeds: 7` or more." in text
+        assert re.search(
+            r"\d+ training images, \d+ optimizer steps, \d+ test images: one of these is [\d.]+ points", text
+        )
         assert not records(tmp_path / "dry")
 
     def test_after_an_interruption_only_missing_runs_are_trained(self, tiny: SimpleNamespace, copied: Path) -> None:
