@@ -172,7 +172,7 @@ def place_around(owner: Any, module: nn.Module) -> None:
 def _start_call(owner: Any, need: str, module: nn.Module, args: Any, kwargs: Any = None) -> None:
     bound = bind_arguments(module, args, kwargs or {})
     # A tensor, not its size: a number that passes between compiled functions would be a constant.
-    value = bound.get(MASK) if need == MASK else next((x for x in tensors(bound) if x.dim() > 0), None)
+    value = bound.get(MASK) if need == MASK else [*(x for x in tensors(bound) if x.dim() > 0), None][0]
     owner.collected[need].start(value)
 
 

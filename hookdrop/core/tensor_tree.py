@@ -61,11 +61,12 @@ def bind_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     names = parameter_names(module)
     positional = [names[i] if i < len(names) else f"*{i}" for i in range(len(args))]
     in_order = sorted(kwargs, key=lambda name: names.index(name) if name in names else len(names))
-    return dict(zip(positional, args, strict=True)) | {name: kwargs[name] for name in in_order}
+    # Not `|`, which the compiler of PyTorch 2.6 does not know.
+    return {**dict(zip(positional, args, strict=True)), **{name: kwargs[name] for name in in_order}}
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
-    if "forward" in vars(module):  # patched on this instance
+    if "forward" in module.__dict__:  # patched on this instance
         return _names_of(module.forward)
     cls: Any = type(module)
     # The compiler traces through `lru_cache` and warns about it.
@@ -158,7 +159,7 @@ def _nothing_fits(value: Any) -> ShapeError:
 
 def _children(value: Any) -> list[tuple[Any, Any]] | None:
     """Return the (key, child) pairs of a container, or None for a leaf."""
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return list(enumerate(value))
     if isinstance(value, Mapping):
         return list(value.items())

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.compiler import is_compiling
 
+from hookdrop.core.checkpointing import running_checkpoint
 from hookdrop.core.compiling import GraphBreak
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.hook import SiteHook
@@ -77,5 +78,7 @@ _BEGIN = GraphBreak(lambda hook, *call: hook.begin(*call), _REASON)
 _END = GraphBreak(Around.finish, _REASON)
 # Inside a graph, these are part of it. Outside, compiling them alone would hide the frame of the call.
 when_compiler_is_imported(
-    lambda: skip_frames_of(Around.__call__, Around.end_call, CompanionHook.__call__, runs_compiled_code)
+    lambda: skip_frames_of(
+        *(Around.__call__, Around.end_call, CompanionHook.__call__, runs_compiled_code, running_checkpoint)
+    )
 )
