@@ -30,11 +30,6 @@ CAPACITY = 2**14  # how many calls are remembered: about 100 sites in 100 forwar
 CAPACITY_WITH_TENSORS = 64  # the same once a call holds tensors, such as an attention mask
 
 
-def is_recomputing() -> bool:
-    """Whether a backward pass is running."""
-    return internals.graph_task() != -1
-
-
 def may_be_recomputed() -> bool:
     """Whether this may be a checkpointed forward: gradients are off, or saved-tensors hooks are active."""
     if not torch.is_grad_enabled():
@@ -42,7 +37,7 @@ def may_be_recomputed() -> bool:
     if internals.saved_tensors_hooks is not None:
         return internals.saved_tensors_hooks(True) is not None
     # PyTorch 2.6 and 2.7 cannot report it, but `checkpoint` is on the call stack.
-    return _checkpoint_code() in _callers()
+    return _checkpoint_code() in callers()
 
 
 @cache
@@ -57,7 +52,7 @@ def running_checkpoint() -> tuple[bool, Any]:
     """Return what changes where the forward of a checkpoint begins: whether it is a reentrant one, or its hooks."""
     is_reentrant = not torch.is_grad_enabled() and is_inside_autograd_function()
     if internals.saved_tensors_hooks is None:
-        return is_reentrant, [*_callers()].count(_checkpoint_code())
+        return is_reentrant, [*callers()].count(_checkpoint_code())
     hooks: Any = internals.saved_tensors_hooks(True)
     hooked = hooks and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
     return is_reentrant, hooks if hooked else None
@@ -74,7 +69,7 @@ def collects_statistics() -> bool:
     Nothing else distinguishes these passes from those of a momentum encoder, which also run in training mode without
     gradients.
     """
-    return any(code.co_name in _COLLECTORS for code in _callers())
+    return any(code.co_name in _COLLECTORS for code in callers())
 
 
 def is_inside_autograd_function() -> bool:
@@ -82,15 +77,10 @@ def is_inside_autograd_function() -> bool:
 
     Its first argument is the context that saves tensors for the backward pass.
     """
-    return any(code.co_varnames[:1] == ("ctx",) for code in _callers())
+    return any(code.co_varnames[:1] == ("ctx",) for code in callers())
 
 
-def is_inside_reentrant_checkpoint() -> bool:
-    """Whether the forward of a reentrant checkpoint is running. Its class has this name in every library."""
-    return any(code.co_qualname == "CheckpointFunction.forward" for code in _callers())
-
-
-def _callers() -> Iterator[CodeType]:
+def callers() -> Iterator[CodeType]:
     """Yield the code of each frame on the stack, from the innermost."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

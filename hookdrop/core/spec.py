@@ -112,8 +112,7 @@ class InjectionSpec(metaclass=NamedArguments):
         """The regularizer, the recipe or the mapping, made from strings."""
         if isinstance(self.regularizer, Mapping) and {"regularizer", "layers"} <= self.regularizer.keys():
             raise TypeError(
-                "inject got the settings of a spec in a mapping.\n"
-                "  write: inject(model, InjectionSpec.from_dict(settings))"
+                "inject got a mapping of settings.\n  write: inject(model, InjectionSpec.from_dict(settings))"
             )
         found = _read(self.regularizer)
         for one in found.values() if isinstance(found, Mapping) else [found]:

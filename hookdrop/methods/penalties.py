@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.core import compiling
-from hookdrop.core.checkpointing import is_inside_reentrant_checkpoint, is_recomputing
+from hookdrop.core.checkpointing import callers
 from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.hook import SiteHook
 from hookdrop.core.needs import CallValue
 from hookdrop.core.sink import CompanionHook
 from hookdrop.core.state import InjectionState
-from hookdrop.core.torch_internals import skip_frames_of, when_compiler_is_imported
+from hookdrop.core.torch_internals import graph_task, skip_frames_of, when_compiler_is_imported
 
 MOST_UNREAD = 2**12  # how many terms are kept without an update of the weights: a cell may run at each time step
 
@@ -76,7 +76,7 @@ class LossTerms:
     def collect(self, hook: SiteHook, x: Tensor, rate: float | None, context: Mapping[str, Any]) -> None:
         """Compute the loss term of a call, and keep it."""
         if not torch.is_grad_enabled():
-            if is_inside_reentrant_checkpoint():
+            if any(code.co_qualname == "CheckpointFunction.forward" for code in callers()):
                 raise InjectionError(
                     f"{hook.where}: a reentrant checkpoint runs its forward without gradients, so its loss term would "
                     "have none.\n  checkpoint(..., use_reentrant=False)   or hook a layer outside of the checkpoint"
@@ -84,7 +84,7 @@ class LossTerms:
             return
         term = _loss_term(hook, x, rate, context)
         # A recompute repeats the operations, because a checkpoint counts the saved tensors, but the term counts once.
-        if is_recomputing():
+        if graph_task() != -1:
             return
         if len(self.terms) == MOST_UNREAD:
             hook.state.warn_once(
@@ -128,7 +128,7 @@ def total(terms: list[Tensor], model: nn.Module) -> Tensor:
 
 def _watch_call(hook: SiteHook, begins: bool, *_: Any) -> None:
     # A graph that fails adds no term. A recompute adds none, and a checkpoint ends it by an exception.
-    if torch.compiler.is_compiling() or is_recomputing():
+    if torch.compiler.is_compiling() or graph_task() != -1:
         return
     terms: LossTerms = hook.state.live.loss_terms
     if begins:

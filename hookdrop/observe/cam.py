@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from hookdrop.core import compiling
 from hookdrop.core.arguments import floating
-from hookdrop.core.checkpointing import is_recomputing
 from hookdrop.core.errors import LayerError, ShapeError, warn
 from hookdrop.core.selection import Entries, select, unwrapped
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import describe, detached_copy, tensors
+from hookdrop.core.torch_internals import graph_task
 from hookdrop.extras import needs
 from hookdrop.measure.figures import SCALE, as_images, get_figure
 from hookdrop.measure.measurement import measured_gradients
@@ -81,7 +81,7 @@ def _maps_and_classes(model: nn.Module, x: Tensor, layer: Entries, target: Targe
     def to_map(value: Tensor) -> Tensor:
         """Receive the output and then its gradient; the copy is safe from in-place edits."""
         nonlocal calls
-        calls += not is_recomputing()  # false in any backward pass
+        calls += graph_task() == -1  # not in a backward pass
         return as_map(value, x.shape[2:]).detach().float().clone()
 
     classes: list[int] | None = None if target is None else torch.as_tensor(target).expand(len(x)).tolist()

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hookdrop.core import compiling
-from hookdrop.core.checkpointing import is_recomputing
 from hookdrop.core.errors import InjectionError, NotRecordedError, ShapeError, did_you_mean, warn
 from hookdrop.core.selection import Entries, hookable, select, unwrapped
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import TensorKey, bind_arguments, fits, leaves, map_tensor
-from hookdrop.core.torch_internals import vmap_randomness
+from hookdrop.core.torch_internals import graph_task, vmap_randomness
 from hookdrop.survey.isolation import uncompiled
 
 Value = TypeVar("Value")
@@ -103,7 +102,7 @@ class Watch(Mapping[str, Value], Generic[Value]):
         return f"never ran: {some(absent)}" if absent else ""
 
     def _count(self, module: nn.Module, args: Any) -> None:
-        if not is_recomputing():
+        if graph_task() == -1:
             self._forwards[module.training] += 1
 
     def _is_sampled(self, name: str, module: nn.Module) -> bool:
@@ -112,12 +111,12 @@ class Watch(Mapping[str, Value], Generic[Value]):
         return ((forwards or self._calls[name, module.training] + 1) - 1) % self.every == 0
 
     def _before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not is_recomputing() and self._is_sampled(name, module):
+        if graph_task() == -1 and self._is_sampled(name, module):
             bound = bind_arguments(module, args, kwargs)
             self.before(name, self.chosen(name, bound, self.tensor if self.selects_input else None) or ())
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
-        if is_recomputing():
+        if graph_task() != -1:
             return
         sampled = self._is_sampled(name, module)
         self._calls[name, module.training] += 1

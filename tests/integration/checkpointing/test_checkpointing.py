@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 
 from hookdrop import Dropout, HookdropWarning, Injection, LayerError, LinearSchedule, find, inject
 from hookdrop.core import checkpointing
-from hookdrop.core.checkpointing import is_recomputing
+from hookdrop.core.torch_internals import graph_task
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
 from tests.support.models import from_timm, mlp, toy
 from tests.support.regularizers import EVERY, REPRESENTATIVE, SITES, Case
@@ -174,7 +174,7 @@ class TestOtherThreads:
         expected = run(model, x, plain)
 
         def hold(module: nn.Module, args: Any, output: Any) -> None:
-            if is_recomputing():
+            if graph_task() != -1:
                 thread = threading.Thread(target=during, args=(model, drop))
                 thread.start()
                 thread.join()
