@@ -1,9 +1,6 @@
 """Comparison, measurement and creation of tensors."""
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -62,23 +59,6 @@ class Operations(TorchDispatchMode):
         if not func.is_view and not func.overloadpacket.__name__.startswith("empty"):
             self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def captured(model: nn.Module, *names: str) -> Iterator[dict[str, list[Tensor]]]:
-    """The outputs of layers by name, a detached copy for each call, with its gradient."""
-    seen: dict[str, list[Tensor]] = {name: [] for name in names}
-
-    def keep(name: str, module: nn.Module, args: object, output: Tensor) -> None:
-        copy = output.detach().clone()
-        seen[name].append(copy)
-        if output.requires_grad:
-            output.register_hook(lambda gradient: setattr(copy, "grad", gradient.clone()))
-
-    with ExitStack() as handles:
-        for name in names:
-            handles.enter_context(model.get_submodule(name).register_forward_hook(partial(keep, name)))
-        yield seen
 
 
 def accelerate(patch: pytest.MonkeyPatch, device: str, accelerator: Accelerator | None = None) -> None:

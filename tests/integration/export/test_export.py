@@ -163,8 +163,7 @@ class TestExportInTrainMode:
 
     @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
     @pytest.mark.parametrize(
-        "regularizer",
-        [hookdrop.Dropout2d(0.4), *(DropBlock(0.4, 3, normalize=n) for n in ("batch", None))],
+        "regularizer", [hookdrop.Dropout2d(0.4), *(DropBlock(0.4, 3, normalize=n) for n in ("batch", None))]
     )
     def test_make_fx_keeps_the_current_rate(self, regularizer: nn.Module, mode: str) -> None:
         """No warning is raised, because the compiler uses it too, and hooks keep no symbolic values."""

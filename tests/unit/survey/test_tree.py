@@ -17,7 +17,6 @@ from tests.support.transformers_models import llama
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
 
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet": lambda: timm.create_model("resnet18"),
     "vit": lambda: timm.create_model("test_vit"),
@@ -179,10 +178,8 @@ def test_layers_changes_nothing_and_ignores_hooks(model: Small, images: torch.Te
 def test_without_an_example_only_names_and_types_are_shown() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     found = layers(model)
-    assert [(one.name, one.type, one.shape, one.calls, one.fits) for one in found] == [
-        ("0", "Linear", None, None, ()),
-        ("1", "ReLU", None, None, ()),
-    ]
+    assert [(one.name, one.type) for one in found] == [("0", "Linear"), ("1", "ReLU")]
+    assert {(one.shape, one.calls, one.fits) for one in found} == {(None, None, ())}
     assert "pass example_input=x" in str(found)
     with pytest.raises(InjectionError):
         layers(model, torch.ones(2, 5))
