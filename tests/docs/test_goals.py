@@ -39,18 +39,14 @@ def names() -> dict[str, Any]:
         lora = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
     other = nn.Sequential(nn.Linear(8, 8))
     drop = hookdrop.inject(other, hookdrop.Dropout(p=0.1), layers="0", name="kept")
+    parts = {"embed": nn.Embedding(99, 16), "lstm": nn.LSTM(16, 16, batch_first=True), "head": nn.Linear(16, 99)}
     found: dict[str, Any] = {
         "model": model,
         "ema": timm.create_model("resnet18", num_classes=10),
         "vit": vit,
         "unet": UNet(),
         "detector": detector(weights=None, weights_backbone=None, num_classes=3),
-        "lstm": toy(
-            lambda m, tokens: m.head(m.lstm(m.embed(tokens))[0]),
-            embed=nn.Embedding(99, 16),
-            lstm=nn.LSTM(16, 16, batch_first=True),
-            head=nn.Linear(16, 99),
-        ),
+        "lstm": toy(lambda m, tokens: m.head(m.lstm(m.embed(tokens))[0]), **parts),
         "llm": llama(),
         "lora": lora,
         "bert": bert(),

@@ -31,21 +31,8 @@ from tests.support.models import Small, from_timm, from_torchvision, toy
 IMAGES = torch.zeros(2, 3, 16, 16)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.bn1(self.conv1(x))
-
-
 class ResNet(Small):
     """Two stages of residual blocks, 16x16 maps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer1, self.layer2 = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
 
 
 class ViT(nn.Module):

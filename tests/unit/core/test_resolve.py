@@ -78,11 +78,7 @@ INVALID: dict[str, tuple[type[Exception], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("forward", "example", "says"),
     [
-        (
-            lambda m, x: m.fc(x["a"]),
-            {"a": torch.ones(2, 3)},
-            r"is one argument of the model: pass example_input=\(x,\)",
-        ),
+        (lambda m, x: m.fc(x["a"]), {"a": torch.ones(2, 3)}, r"is one argument of the model: pass .*=\(x,\)"),
         (lambda m, pair: m.fc(pair[0]), (torch.ones(2, 3),) * 2, r"pass example_input=\(x,\)"),
         (lambda m, a, b: m.fc(a + b), [torch.ones(2, 3)] * 2, r"is several arguments: pass example_input=tuple\(x\)"),
         (lambda m, x: m.fc(x), (torch.ones(2, 3), torch.ones(2)), r"is a batch with targets: pass x\[0\]"),

@@ -151,16 +151,15 @@ class TestClassActivationMaps:
         assert torch.equal(as_images(x[:, :2]), x[:, :2].mean(1))
 
 
-class TestFigures:
-    def test_figures_can_be_drawn_into_a_subfigure(self, model: Small, images: torch.Tensor) -> None:
-        whole = Figure(layout="constrained")
-        left, right = whole.subfigures(1, 2)
-        drop = inject(model, Dropout(0.3), layers="layer1")
-        with drop.recording() as r:
-            model(images)
-        assert r.plot_features(figure=left) is left
-        assert plot_schedule(drop, 5, figure=right.subfigures(2, 1)[0]) is right.subfigs[0]
-        whole.draw_without_rendering()
+def test_figures_can_be_drawn_into_a_subfigure(model: Small, images: torch.Tensor) -> None:
+    whole = Figure(layout="constrained")
+    left, right = whole.subfigures(1, 2)
+    drop = inject(model, Dropout(0.3), layers="layer1")
+    with drop.recording() as r:
+        model(images)
+    assert r.plot_features(figure=left) is left
+    assert plot_schedule(drop, 5, figure=right.subfigures(2, 1)[0]) is right.subfigs[0]
+    whole.draw_without_rendering()
 
 
 def reference_grad_cam(model: nn.Module, x: torch.Tensor, layer: str, classes: list[int]) -> torch.Tensor:

@@ -198,9 +198,6 @@ def test_probe_says_that_forwards_are_unchanged(regularizer: nn.Module, rate: An
     assert len(drop.metrics()) == (2 if rate is None else 3)
 
 
-# --- with other PyTorch features
-
-
 @pytest.mark.parametrize("cls", [ScaleActivationGrad, NoiseActivationGrad])
 def test_backward_uses_the_rate_of_the_forward(cls: type[nn.Module]) -> None:
     """`loss = model(x); drop.step(); loss.backward()`."""

@@ -131,9 +131,6 @@ def test_activations_that_work_in_place_or_save_their_output(case: Case, at: str
         run(x).sum().backward()
 
 
-# --- unusual tensors
-
-
 @ALL
 @pytest.mark.parametrize("empty", [1, -1])
 def test_empty_tensors_stay_empty(case: Case, empty: int) -> None:
