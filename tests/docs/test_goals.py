@@ -32,7 +32,8 @@ def names() -> dict[str, Any]:
     """What the lines name."""
     timm, torchvision, peft = map(pytest.importorskip, ("timm", "torchvision", "peft"))
     torch.manual_seed(0)
-    model = timm.create_model("resnet18", num_classes=10)
+    small = {"channels": (8, 8, 16, 16), "stem_width": 8, "num_classes": 10}
+    model, ema = (timm.create_model("resnet18", **small) for _ in range(2))
     vit = timm.create_model("test_vit", img_size=256, num_classes=10, proj_drop_rate=0.1)
     detector = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn
     with warnings.catch_warnings(action="ignore"):
@@ -42,7 +43,7 @@ def names() -> dict[str, Any]:
     parts = {"embed": nn.Embedding(99, 16), "lstm": nn.LSTM(16, 16, batch_first=True), "head": nn.Linear(16, 99)}
     found: dict[str, Any] = {
         "model": model,
-        "ema": timm.create_model("resnet18", num_classes=10),
+        "ema": ema,
         "vit": vit,
         "unet": UNet(),
         "detector": detector(weights=None, weights_backbone=None, num_classes=3),

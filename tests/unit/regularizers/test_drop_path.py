@@ -114,7 +114,7 @@ class TestSubset:
                 outputs.append(model(x)[:, :-1])
             assert torch.equal(*outputs)
 
-    @pytest.mark.parametrize("samples", [2, 3, 4, 5, 8])
+    @pytest.mark.parametrize("samples", [4, 5, 8])
     @pytest.mark.parametrize(
         "table",
         [{"mask": torch.rand(5, 4)}, {"bias": torch.rand(4, 1, 5)}, {"rope": (torch.rand(5, 4),)}],

@@ -24,7 +24,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         "swin_tiny_patch4_window7_224", drop_path_rate=0.0, img_size=56, depths=(2, 1), num_heads=(1, 2), embed_dim=8
     ),
     "mobilenet": lambda: torchvision.models.mobilenet_v2(width_mult=0.1, dropout=0.0),
-    "llama": lambda: llama(num_hidden_layers=12),
+    "llama": lambda: llama(num_hidden_layers=4),
     "Sequential": lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(23)]),
 }
 EXAMPLES = {"Sequential": torch.ones(2, 4)}
@@ -162,7 +162,6 @@ def test_rates_of_equal_blocks_are_a_range() -> None:
     model = timm.create_model("test_vit", drop_path_rate=0.1)
     assert "already drops 0.02 to 0.1;" in str(layers(model, only="blocks.*.drop_path1"))
     assert "stochastic_depth" not in str(layers(model))
-    assert "stochastic_depth" in str(layers(timm.create_model("test_vit")))
 
 
 def test_layers_changes_nothing_and_ignores_hooks(model: Small, images: torch.Tensor) -> None:
