@@ -20,6 +20,7 @@ from hookdrop.functional import drop_block
 from hookdrop.kernels import drawing
 from hookdrop.kernels.blocks import Blocks, gamma_for
 from hookdrop.kernels.random_numbers import successes, trials
+from tests.support.tensors import dilated
 
 CPU = torch.device("cpu")
 MIN_P_VALUE = 1e-4
@@ -172,14 +173,7 @@ def reach(sizes: Sizes, edges: Sizes) -> Tensor:
 def blocks_by_brute_force(samples: int, channels: int, sizes: Sizes, p: float, edges: Sizes) -> Tensor:
     """Bool (samples, channels, *sizes), True where dropped."""
     valid = [size - edge + 1 for size, edge in zip(sizes, edges, strict=True)]
-    seeds = torch.rand(samples, channels, *valid, dtype=torch.float64) < gamma_for(sizes, edges, p)
-    dropped = torch.zeros(samples, channels, *sizes, dtype=torch.bool)
-    for steps in itertools.product(*map(range, edges)):
-        window = dropped
-        for axis, (step, count) in enumerate(zip(steps, valid, strict=True), start=2):
-            window = window.narrow(axis, step, count)
-        window |= seeds
-    return dropped
+    return dilated(torch.rand(samples, channels, *valid, dtype=torch.float64) < gamma_for(sizes, edges, p), edges)
 
 
 def masks(how: str, samples: int, channels: int, sizes: Sizes, p: float, edges: Sizes, shared: bool = False) -> Tensor:

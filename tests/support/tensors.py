@@ -42,6 +42,17 @@ def styled(n: int = 6, channels: int = 3, size: int = 5, dtype: torch.dtype = to
     return (scaled + torch.arange(n).view(-1, 1, 1, 1)).to(dtype)
 
 
+def dilated(corners: Tensor, edges: tuple[int, ...]) -> Tensor:
+    """The union of the blocks with these corners: bool (N, C, *valid) becomes bool (N, C, *sizes)."""
+    for axis, edge in enumerate(edges, start=2):
+        count = corners.shape[axis]
+        union = torch.zeros(*corners.shape[:axis], count + edge - 1, *corners.shape[axis + 1 :], dtype=torch.bool)
+        for step in range(edge):
+            union.narrow(axis, step, count).logical_or_(corners)
+        corners = union
+    return corners
+
+
 def scale_maps(maps: Tensor) -> Tensor:
     """Scale each map to [0, 1], as pytorch-grad-cam does."""
     low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
