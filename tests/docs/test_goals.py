@@ -32,25 +32,22 @@ def names() -> dict[str, Any]:
     """What the lines name."""
     timm, torchvision, peft = map(pytest.importorskip, ("timm", "torchvision", "peft"))
     torch.manual_seed(0)
-    model = timm.create_model("resnet18", num_classes=10)
+    small = {"channels": (8, 8, 16, 16), "stem_width": 8, "num_classes": 10}
+    model, ema = (timm.create_model("resnet18", **small) for _ in range(2))
     vit = timm.create_model("test_vit", img_size=256, num_classes=10, proj_drop_rate=0.1)
     detector = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn
     with warnings.catch_warnings(action="ignore"):
         lora = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
     other = nn.Sequential(nn.Linear(8, 8))
     drop = hookdrop.inject(other, hookdrop.Dropout(p=0.1), layers="0", name="kept")
+    parts = {"embed": nn.Embedding(99, 16), "lstm": nn.LSTM(16, 16, batch_first=True), "head": nn.Linear(16, 99)}
     found: dict[str, Any] = {
         "model": model,
-        "ema": timm.create_model("resnet18", num_classes=10),
+        "ema": ema,
         "vit": vit,
         "unet": UNet(),
         "detector": detector(weights=None, weights_backbone=None, num_classes=3),
-        "lstm": toy(
-            lambda m, tokens: m.head(m.lstm(m.embed(tokens))[0]),
-            embed=nn.Embedding(99, 16),
-            lstm=nn.LSTM(16, 16, batch_first=True),
-            head=nn.Linear(16, 99),
-        ),
+        "lstm": toy(lambda m, tokens: m.head(m.lstm(m.embed(tokens))[0]), **parts),
         "llm": llama(),
         "lora": lora,
         "bert": bert(),

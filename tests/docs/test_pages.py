@@ -183,9 +183,8 @@ def test_code_fits_beside_the_sidebars(page: Path) -> None:
 def test_tutorials_and_examples_in_docstrings_fit_beside_the_sidebars() -> None:
     lines: list[str] = []
     for path in (ROOT / "examples" / "tutorials").glob("*.py"):
-        code = path.read_text().splitlines()[
-            ast.parse(path.read_text()).body[0].end_lineno :
-        ]  # after the text at the head
+        text = path.read_text()
+        code = text.splitlines()[ast.parse(text).body[0].end_lineno :]  # after the text at the head
         lines += [line for line in code if not line.startswith("# ")]
     for path in (ROOT / "hookdrop").rglob("*.py"):
         lines += re.findall(r"^ *((?:>>>|\.\.\.) .*)$", path.read_text(), re.M)

@@ -79,9 +79,7 @@ def test_source_distribution_contains_the_tests_and_what_they_read(sdist: Path) 
 
 
 @pytest.mark.parametrize("settings", [{"HOOKDROP_KERNEL": "0"}, {"CC": "no-such-compiler"}], ids=str)
-def test_wheel_for_every_platform_has_no_compiled_loops(
-    settings: dict[str, str], sources: Path, tmp_path: Path
-) -> None:
+def test_wheel_for_every_platform_has_no_loops(settings: dict[str, str], sources: Path, tmp_path: Path) -> None:
     """Without a compiler, the build says what is slower."""
     done = build(sources, tmp_path / "out", **settings)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,6 +20,7 @@ from hookdrop.functional import drop_block
 from hookdrop.kernels import drawing
 from hookdrop.kernels.blocks import Blocks, gamma_for
 from hookdrop.kernels.random_numbers import successes, trials
+from tests.support.tensors import dilated
 
 CPU = torch.device("cpu")
 MIN_P_VALUE = 1e-4
@@ -135,7 +136,7 @@ def test_numbers_are_binomial_gaps_geometric_and_positions_uniform(
 
 @pytest.mark.parametrize("lag", [1, 2, 7, 8, 64])
 @pytest.mark.parametrize("p", [0.02, 0.1, 0.25, 0.5, 0.97])
-@pytest.mark.parametrize("sampler", SAMPLERS[:4])
+@pytest.mark.parametrize("sampler", SAMPLERS)
 def test_trials_are_independent(sampler: Sampler, p: float, lag: int) -> None:
     """Of neighbors, and at the distances of a byte and of a 64-bit word."""
     assert pairs(sampler, p, lag) > MIN_P_VALUE
@@ -157,22 +158,22 @@ def test_wrong_samplers_are_rejected(statistic: Callable[[Sampler, float], float
 
 METHODS = ["sparse", "dense", "static dense"]
 """Only the seeds; a trial per position; PyTorch draws the trials."""
-
-
 Sizes = tuple[int, ...]
+
+
+def reach(sizes: Sizes, edges: Sizes) -> Tensor:
+    """The number of seeds whose block has a position, for each position."""
+    counts = torch.ones((), dtype=torch.float64)
+    for size, edge in zip(sizes, edges, strict=True):
+        along = [sum(corner <= at < corner + edge for corner in range(size - edge + 1)) for at in range(size)]
+        counts = counts[..., None] * torch.tensor(along, dtype=torch.float64)
+    return counts
 
 
 def blocks_by_brute_force(samples: int, channels: int, sizes: Sizes, p: float, edges: Sizes) -> Tensor:
     """Bool (samples, channels, *sizes), True where dropped."""
     valid = [size - edge + 1 for size, edge in zip(sizes, edges, strict=True)]
-    seeds = torch.rand(samples, channels, *valid, dtype=torch.float64) < gamma_for(sizes, edges, p)
-    dropped = torch.zeros(samples, channels, *sizes, dtype=torch.bool)
-    for steps in itertools.product(*map(range, edges)):
-        window = dropped
-        for axis, (step, count) in enumerate(zip(steps, valid, strict=True), start=2):
-            window = window.narrow(axis, step, count)
-        window |= seeds
-    return dropped
+    return dilated(torch.rand(samples, channels, *valid, dtype=torch.float64) < gamma_for(sizes, edges, p), edges)
 
 
 def masks(how: str, samples: int, channels: int, sizes: Sizes, p: float, edges: Sizes, shared: bool = False) -> Tensor:
@@ -274,11 +275,7 @@ def test_drop_probability_of_each_position(method: str, sizes: Sizes, edges: Siz
 
     Binomial over 10,000 maps: within almost 5 standard errors everywhere (1e-6).
     """
-    reach = torch.ones(1, dtype=torch.float64)
-    for size, edge in zip(sizes, edges, strict=True):
-        along = [sum(corner <= at < corner + edge for corner in range(size - edge + 1)) for at in range(size)]
-        reach = reach[..., None] * torch.tensor(along, dtype=torch.float64)
-    expected = 1 - (1 - gamma_for(sizes, edges, p)) ** reach[0]
+    expected = 1 - (1 - gamma_for(sizes, edges, p)) ** reach(sizes, edges)
     found = masks(method, 100, 100, sizes, p, edges).sum((0, 1)).numpy()
     assert (scipy.stats.binom.cdf(found, 10_000, expected.numpy()) > 1e-6).all()
     assert (scipy.stats.binom.sf(found - 1, 10_000, expected.numpy()) > 1e-6).all()

@@ -1,7 +1,7 @@
 """Run the code blocks of a Markdown page in order, and compare what they print with the documented output."""
 
 import contextlib
-import importlib
+import importlib.util
 import io
 import re
 import sys
@@ -43,13 +43,6 @@ def matches(printed: str, documented: str, tolerance: float = 0.03) -> bool:
     return words[0] == words[1] and all(a == pytest.approx(b, rel=tolerance) for a, b in zip(*numbers, strict=True))
 
 
-def is_installed(library: str) -> bool:
-    with contextlib.suppress(ImportError):
-        importlib.import_module(library)
-        return True
-    return False
-
-
 def run(page: Path, tolerance: float = 0.03) -> set[str]:
     """Run a page in the current folder and compare numbers within `tolerance`; an error names its line.
 
@@ -68,7 +61,7 @@ def run(page: Path, tolerance: float = 0.03) -> set[str]:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", category=UserWarning, module="page")
         for kind, text, line, requires in blocks_of(page):
-            if requires and not is_installed(requires):
+            if requires and importlib.util.find_spec(requires) is None:
                 missing.add(requires)
                 continue
             if kind == "text":

@@ -148,11 +148,8 @@ OWN = {name: case for name, case in EVERY.items() if isinstance(case.regularizer
 ACTIVATIONS = {name: case for name, case in EVERY.items() if "parameters" not in case.places}
 """The cases that can be hooked at the output or the input of a layer without parameters, such as `nn.Identity`."""
 
-FORWARD = {name: case for name, case in EVERY.items() if not case.in_backward}
-"""The cases that change the forward output."""
-
-SINGLE_SAMPLE = {name: case for name, case in FORWARD.items() if not case.mixes}
-"""The forward cases that have an effect on a batch of one."""
+SINGLE_SAMPLE = {name: case for name, case in EVERY.items() if not case.in_backward and not case.mixes}
+"""The cases that change the forward output, also of a batch of one."""
 
 DERIVING = {name: case for name, case in ACTIVATIONS.items() if case.derives}
 """The cases of activations whose gradient is the derivative of the output."""

@@ -1,9 +1,6 @@
 """Comparison, measurement and creation of tensors."""
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -45,6 +42,17 @@ def styled(n: int = 6, channels: int = 3, size: int = 5, dtype: torch.dtype = to
     return (scaled + torch.arange(n).view(-1, 1, 1, 1)).to(dtype)
 
 
+def dilated(corners: Tensor, edges: tuple[int, ...]) -> Tensor:
+    """The union of the blocks with these corners: bool (N, C, *valid) becomes bool (N, C, *sizes)."""
+    for axis, edge in enumerate(edges, start=2):
+        count = corners.shape[axis]
+        union = torch.zeros(*corners.shape[:axis], count + edge - 1, *corners.shape[axis + 1 :], dtype=torch.bool)
+        for step in range(edge):
+            union.narrow(axis, step, count).logical_or_(corners)
+        corners = union
+    return corners
+
+
 def scale_maps(maps: Tensor) -> Tensor:
     """Scale each map to [0, 1], as pytorch-grad-cam does."""
     low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
@@ -62,23 +70,6 @@ class Operations(TorchDispatchMode):
         if not func.is_view and not func.overloadpacket.__name__.startswith("empty"):
             self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def captured(model: nn.Module, *names: str) -> Iterator[dict[str, list[Tensor]]]:
-    """The outputs of layers by name, a detached copy for each call, with its gradient."""
-    seen: dict[str, list[Tensor]] = {name: [] for name in names}
-
-    def keep(name: str, module: nn.Module, args: object, output: Tensor) -> None:
-        copy = output.detach().clone()
-        seen[name].append(copy)
-        if output.requires_grad:
-            output.register_hook(lambda gradient: setattr(copy, "grad", gradient.clone()))
-
-    with ExitStack() as handles:
-        for name in names:
-            handles.enter_context(model.get_submodule(name).register_forward_hook(partial(keep, name)))
-        yield seen
 
 
 def accelerate(patch: pytest.MonkeyPatch, device: str, accelerator: Accelerator | None = None) -> None:

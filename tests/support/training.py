@@ -56,10 +56,6 @@ def train_step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] 
     return [out.detach(), x.grad, *grads, *(buffer.clone() for buffer in model.buffers())]
 
 
-UNCHANGED = "No hook was placed; the model is unchanged."
-"""The last line of the errors of `inject`."""
-
-
 def layer(p: float = 0.5, **settings: object) -> tuple[nn.Sequential, Injection]:
     """An identity with Dropout."""
     model = nn.Sequential(nn.Identity())

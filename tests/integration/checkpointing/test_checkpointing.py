@@ -10,13 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.utils.checkpoint import (
-    CheckpointError,
-    CheckpointPolicy,
-    checkpoint,
-    checkpoint_sequential,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, checkpoint_sequential
 
 from hookdrop import Dropout, HookdropWarning, Injection, LayerError, LinearSchedule, find, inject
 from hookdrop.core import checkpointing
@@ -66,7 +60,8 @@ def save_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkp
 
 
 def selective(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return non_reentrant(model, x, context_fn=functools.partial(create_selective_checkpoint_contexts, save_tanh))
+    contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, save_tanh)
+    return non_reentrant(model, x, context_fn=contexts)
 
 
 def offloaded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

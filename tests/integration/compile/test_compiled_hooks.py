@@ -28,6 +28,7 @@ from tests.support.models import Small, toy
 from tests.support.regularizers import OWN, Case
 from tests.support.tensors import accelerate, styled, zero_fraction
 from tests.support.training import gradients_of
+from tests.unit.methods.test_score_hooks import hooked, written_out
 
 # Warnings of PyTorch itself: if a graph takes a tensor with a history or resumes after a break; the other is of 2.6.
 pytestmark = pytest.mark.filterwarnings(
@@ -52,10 +53,6 @@ def multihead(**settings: bool) -> nn.Module:
     return toy(lambda self, x: self.inner(x, x, x, **settings)[0], inner=inner)
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT / 8**0.5).softmax(-1) @ v
-
-
 def breaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     torch._dynamo.graph_break()
     y = F.scaled_dot_product_attention(q, k, v)
@@ -69,12 +66,6 @@ LAYERS: list[Callable[[], nn.Module]] = [
     lambda: multihead(need_weights=False),
     lambda: multihead(need_weights=True),
 ]
-
-
-def hooked(layer: nn.Module) -> nn.Sequential:
-    model = nn.Sequential(layer, nn.Tanh())
-    inject(model, hookdrop.DropKey(0.4, calls=(True,)), layers="0")
-    return model
 
 
 def step(call: Callable[[Tensor], Tensor], model: nn.Module) -> list[Tensor]:

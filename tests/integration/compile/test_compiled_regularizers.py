@@ -442,10 +442,8 @@ class TestGradientEdits:
         """Norms that overflow float32, the factor 0 of non-finite gradients at the first step of a ramp, and noise."""
         edits = [hookdrop.ClipActivationGrad(max_norm=1.0), ScaleActivationGrad(-1), hookdrop.NoiseActivationGrad(1.0)]
         shapes = [(4, 4), (4,), (100_000,)]
-        sites = nn.ModuleList(nn.Identity() for _ in edits)
-        model = toy(
-            lambda self, inputs: [site(x * 2.0) for site, x in zip(self.sites, inputs, strict=True)], sites=sites
-        )
+        forward = lambda self, inputs: [site(x * 2.0) for site, x in zip(self.sites, inputs, strict=True)]
+        model = toy(forward, sites=nn.ModuleList(nn.Identity() for _ in edits))
         drops = [inject(model, edit, layers=f"sites.{i}") for i, edit in enumerate(edits)]
         fast = torch.compile(model, fullgraph=True)
 

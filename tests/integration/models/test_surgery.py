@@ -101,25 +101,24 @@ KEEPS_HOOKS: dict[str, Callable[[Small], Any]] = {
 }
 
 
-class TestKeptHooks:
-    @pytest.mark.filterwarnings("ignore:.*([Qq]uantization|torch.qint8)")  # deprecations
-    @pytest.mark.parametrize("at", ["output", "input"])
-    @pytest.mark.parametrize("how", KEEPS_HOOKS)
-    def test_kept_hooks_work_and_can_be_removed(self, model: Small, images: torch.Tensor, how: str, at: str) -> None:
-        drop = inject(model, Dropout(0.5), layers=LAYERS, at=at, schedule=LinearSchedule(2))
-        KEEPS_HOOKS[how](model)
-        assert find(model) == drop
-        find(model).step(2)
-        images.requires_grad_()
-        assert calls_by_site(drop, model, images) == dict.fromkeys(["conv1", *NORMS, "fc"], 1)
-        assert drop.check() == find(model).check() == []
-        assert [site.p for site in drop.sites] == [0.5] * 4
-        assert drop.probe(images.detach()).sites["conv1"].dropped == pytest.approx(0.5, abs=0.05)
-        drop.remove()
-        assert hooked_modules(model) == []
-        state = torch.get_rng_state()
-        model(images)
-        assert torch.equal(torch.get_rng_state(), state), "a hook still draws random numbers"
+@pytest.mark.filterwarnings("ignore:.*([Qq]uantization|torch.qint8)")  # deprecations
+@pytest.mark.parametrize("at", ["output", "input"])
+@pytest.mark.parametrize("how", KEEPS_HOOKS)
+def test_kept_hooks_work_and_can_be_removed(model: Small, images: torch.Tensor, how: str, at: str) -> None:
+    drop = inject(model, Dropout(0.5), layers=LAYERS, at=at, schedule=LinearSchedule(2))
+    KEEPS_HOOKS[how](model)
+    assert find(model) == drop
+    find(model).step(2)
+    images.requires_grad_()
+    assert calls_by_site(drop, model, images) == dict.fromkeys(["conv1", *NORMS, "fc"], 1)
+    assert drop.check() == find(model).check() == []
+    assert [site.p for site in drop.sites] == [0.5] * 4
+    assert drop.probe(images.detach()).sites["conv1"].dropped == pytest.approx(0.5, abs=0.05)
+    drop.remove()
+    assert hooked_modules(model) == []
+    state = torch.get_rng_state()
+    model(images)
+    assert torch.equal(torch.get_rng_state(), state), "a hook still draws random numbers"
 
 
 def sequence() -> nn.Sequential:

@@ -15,7 +15,6 @@ from hookdrop import DropBlock, Dropout, LinearSchedule, Masksembles, find, inje
 from hookdrop.accel import native
 from tests.support.models import Small
 from tests.support.programs import ROOT, run_code
-from tests.support.ranks import run_ranks
 from tests.support.training import half_ramped, seeded
 
 FRESH = """
@@ -54,8 +53,7 @@ def test_torch_save_and_load_in_a_fresh_process(model: Small, images: torch.Tens
     paths = {name: str(tmp_path / name) for name in ("path", "images", "out", "masks")}
     torch.save(model, paths["path"])
     torch.save(images, paths["images"])
-    (tmp_path / "program.py").write_text(FRESH.format(**paths))
-    run_ranks(tmp_path / "program.py", ranks=1)
+    run_code(FRESH.format(**paths))
     assert torch.equal(torch.load(paths["out"]), seeded(model, images))
     layers = nn.Sequential(nn.Identity(), nn.Identity())
     inject(layers, Masksembles(n=4), layers="*")

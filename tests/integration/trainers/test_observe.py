@@ -16,11 +16,7 @@ pytestmark = trainers.pytestmark
 
 @pytest.mark.parametrize(
     ("fit", "layer"),
-    [
-        (trainers.fit_lightning, "0"),
-        (trainers.fit_fastai, "0"),
-        (trainers.fit_transformers, "model.norm"),
-    ],
+    [(trainers.fit_lightning, "0"), (trainers.fit_fastai, "0"), (trainers.fit_transformers, "model.norm")],
 )
 def test_one_line_around_the_training(fit: Any, layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:

@@ -21,9 +21,7 @@ from tests.support.programs import ROOT
 from tests.support.ranks import run_ranks
 
 BRANCHES = InjectionSpec("residual_dropout(p=0.3)", schedule="LinearSchedule(steps=1.0)")
-EMBEDDING = InjectionSpec(
-    "TokenDropout(p=0.1)", layers="**.embed_tokens", schedule="LinearSchedule(steps=4)", name="embedding"
-)
+EMBEDDING = InjectionSpec("TokenDropout(p=0.1)", layers="**.embed_tokens", schedule="LinearSchedule(4)", name="tokens")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.*:FutureWarning")
 
@@ -130,7 +128,7 @@ class TestResume:
         resumed = trainer(tmp_path, *callbacks, rates, **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         assert [(drop.name, drop.step_count) for callback in callbacks for drop in callback.injection] == [
-            ("residual_dropout", 7), ("embedding", 7)
+            ("residual_dropout", 7), ("tokens", 7)
         ]  # fmt: skip
         assert rates.rates == pytest.approx([0.3 * step / 8 for step in range(3, 8)])
         for name, value in whole.model.state_dict().items():

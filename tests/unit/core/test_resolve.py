@@ -14,7 +14,7 @@ from hookdrop import ClipActivationGrad, Dropout, InjectionError, LayerError, Li
 from hookdrop.core.inject import place
 from hookdrop.recipes import set_dropout
 from tests.support.models import Small, toy
-from tests.support.training import UNCHANGED, halve, sgd
+from tests.support.training import halve, sgd
 
 
 class WithWeights(hookdrop.Regularizer):
@@ -78,11 +78,7 @@ INVALID: dict[str, tuple[type[Exception], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("forward", "example", "says"),
     [
-        (
-            lambda m, x: m.fc(x["a"]),
-            {"a": torch.ones(2, 3)},
-            r"is one argument of the model: pass example_input=\(x,\)",
-        ),
+        (lambda m, x: m.fc(x["a"]), {"a": torch.ones(2, 3)}, r"is one argument of the model: pass .*=\(x,\)"),
         (lambda m, pair: m.fc(pair[0]), (torch.ones(2, 3),) * 2, r"pass example_input=\(x,\)"),
         (lambda m, a, b: m.fc(a + b), [torch.ones(2, 3)] * 2, r"is several arguments: pass example_input=tuple\(x\)"),
         (lambda m, x: m.fc(x), (torch.ones(2, 3), torch.ones(2)), r"is a batch with targets: pass x\[0\]"),
@@ -112,7 +108,7 @@ def test_invalid_arguments_raise_and_change_nothing(model: Small, case: str) -> 
     with pytest.raises(error) as caught:
         inject(model, settings.pop("regularizer"), **settings)
     if case != "None as regularizer":
-        assert str(caught.value).endswith(UNCHANGED)
+        assert str(caught.value).endswith("No hook was placed; the model is unchanged.")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert [m.training for m in model.modules()] == flags
     assert torch.equal(torch.get_rng_state(), rng)

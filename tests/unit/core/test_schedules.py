@@ -62,9 +62,8 @@ def test_curves_match_their_formulas() -> None:
     keep, total = 0.5, 1000
     assert hookdrop.ConstantSchedule().simulate(2) == [1.0, 1.0]
     assert LinearSchedule(total).simulate(total + 1) == pytest.approx([t / total for t in range(total + 1)])
-    assert CosineSchedule(total).simulate(total + 1) == pytest.approx(
-        [(1 - math.cos(math.pi * t / total)) / 2 for t in range(total + 1)]
-    )
+    cosine = [(1 - math.cos(math.pi * t / total)) / 2 for t in range(total + 1)]
+    assert CosineSchedule(total).simulate(total + 1) == pytest.approx(cosine)
     for t in (0, 1, 10, 500, 1000, 5000):
         expected = (1 - keep) * math.exp(-10 / total * t) + keep
         assert 1 - (1 - keep) * hookdrop.ExponentialSchedule(total)(t) == pytest.approx(expected)

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections import OrderedDict, defaultdict, namedtuple
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -181,12 +182,10 @@ def test_tensor_by_name_uses_a_patched_forward() -> None:
 # --- compared with a reference resolver
 
 NAMES = st.sampled_from(["module", "layer1", "layer10", "layer", "bn1", "bn2", "conv", "0", "1", "10", "a"])
-TREES = st.recursive(
-    st.just({}), lambda inner: st.dictionaries(NAMES, inner, min_size=1, max_size=4), max_leaves=12
-).filter(bool)
-SEGMENTS = st.sampled_from(
-    ["*", "**", "?", "layer*", "layer1", "layer?", "bn[12]", "bn[!1]", "[0-9]", "1*", "module", "conv", "a", "[a-c]*"]
-)
+CHILDREN = partial(st.dictionaries, NAMES, min_size=1, max_size=4)
+TREES = st.recursive(st.just({}), CHILDREN, max_leaves=12).filter(bool)
+GLOBS = ["*", "**", "?", "layer*", "layer1", "layer?", "bn[12]", "bn[!1]", "[0-9]", "1*", "module", "a", "[a-c]*"]
+SEGMENTS = st.sampled_from([*GLOBS, "conv"])
 PATTERNS = st.lists(SEGMENTS, min_size=1, max_size=4).map(".".join)
 
 

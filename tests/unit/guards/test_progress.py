@@ -294,8 +294,6 @@ def test_rates_that_look_like_keep_prob_warn() -> None:
 
 
 IMAGES = torch.randn(4, 3, 16, 16)
-
-
 CNN = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
 
 
@@ -328,16 +326,10 @@ def test_uses_of_a_rate_of_1_and_of_outputs_that_are_no_predictions_do_not_warn(
     def warnings_of(parts: Any, regularizer: Any, layers: str, **settings: Any) -> list[str]:
         return plan(nn.Sequential(*parts), regularizer, layers=layers, example_input=IMAGES, **settings).warnings
 
-    for one in (
-        hookdrop.Cutout(3, p=1.0),
-        hookdrop.MixStyle(1.0),
-        hookdrop.UniformNoise(1.0),
-        hookdrop.ScaleActivationGrad(1.0),
-    ):
+    for one in ("Cutout(3, p=1.0)", "MixStyle(1.0)", "UniformNoise(1.0)", "ScaleActivationGrad(1.0)"):
         assert warnings_of(CNN, one, "0") == []
-    assert (
-        warnings_of(CNN, Dropout(1.0), "1", schedule=hookdrop.LambdaSchedule(tenth)) == []
-    )  # whose values are the rates
+    rates = hookdrop.LambdaSchedule(tenth)  # whose values are the rates
+    assert warnings_of(CNN, Dropout(1.0), "1", schedule=rates) == []
     neck = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
     for backbone in (CNN[:3], CNN[:5], (nn.Linear(16, 8), nn.LayerNorm(8)), neck):
         assert warnings_of(backbone, Dropout(0.1), "*") == []

@@ -4,7 +4,6 @@ tests/integration/compile/test_compiled_hooks.py tests when compiled code calls 
 """
 
 import hashlib
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from hookdrop.kernels import random_numbers
 from hookdrop.kernels.blocks import Blocks
 from hookdrop.kernels.random_numbers import rand, rand_like, randint, randn_like, replayed, successes, trials
 from tests.statistics.test_masks import MIN_P_VALUE, RATES, Sampler, by_successes, by_trials, gaps, numbers, positions
+from tests.support.tensors import dilated
 from tests.support.training import seeded
 
 CPU = torch.device("cpu")
@@ -123,15 +123,10 @@ def test_a_batch_of_gaps_that_ends_early_is_continued(monkeypatch: pytest.Monkey
     assert positions(by_successes, p, 400 * steps) > MIN_P_VALUE
 
 
-def brute_force_mask(blocks: Blocks, seeds: Tensor) -> np.ndarray:
+def brute_force_mask(blocks: Blocks, seeds: Tensor) -> Tensor:
     """(samples, channels, *sizes): True inside the seeds' blocks."""
-    valid = tuple(size - block + 1 for size, block in zip(blocks.sizes, blocks.blocks, strict=True))
-    canvas = np.zeros((blocks.samples, blocks.channels, *blocks.sizes), dtype=bool)
-    for seed in seeds.tolist():
-        sample, channel, *corner = np.unravel_index(seed, (blocks.samples, blocks.channels, *valid))
-        for steps in itertools.product(*map(range, blocks.blocks)):
-            canvas[(sample, channel, *(at + step for at, step in zip(corner, steps, strict=True)))] = True
-    return canvas
+    valid = (size - block + 1 for size, block in zip(blocks.sizes, blocks.blocks, strict=True))
+    return dilated(dense(blocks, seeds).bool().view(blocks.samples, blocks.channels, *valid), blocks.blocks)
 
 
 def dense(blocks: Blocks, seeds: Tensor) -> Tensor:
@@ -156,8 +151,7 @@ class Case:
     @property
     def dropped(self) -> Tensor:
         """The brute-force mask in that shape."""
-        mask = torch.from_numpy(brute_force_mask(self.blocks, self.seeds)).movedim(1, self.blocks.channel)
-        return mask.expand(self.shape)
+        return brute_force_mask(self.blocks, self.seeds).movedim(1, self.blocks.channel).expand(self.shape)
 
 
 @st.composite
@@ -184,7 +178,7 @@ def test_mask_of_random_geometries(case: Case) -> None:
     assert torch.equal(blocks.dilated(dense(blocks, case.seeds)), rows)
     counts = blocks.counts(rows)
     assert counts.dtype == torch.int64
-    assert counts.tolist() == brute_force_mask(blocks, case.seeds).reshape(blocks.samples, -1).sum(1).tolist()
+    assert counts.tolist() == brute_force_mask(blocks, case.seeds).flatten(1).sum(1).tolist()
 
 
 @given(case=cases(), order=st.permutations(range(5)), dtype=st.sampled_from([torch.float32, torch.bfloat16]))

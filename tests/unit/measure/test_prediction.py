@@ -144,21 +144,15 @@ class TestInput:
         of_dict = toy(lambda m, x: m.fc(x["wide"]), fc=nn.Linear(8, 3))
         of_two = toy(lambda m, a, b: m.fc(a + b), fc=nn.Linear(8, 3))
         of_one = toy(lambda m, pair: m.fc(pair[0]), fc=nn.Linear(8, 3))
-        inputs = [
-            (of_dict, {"wide": X}),
-            (of_two, (X, X)),
-            (of_two, [X, X]),
-            (of_two, {"a": X, "b": X}),
-            (of_one, [X, X]),
-        ]
+        pairs = (X, X), [X, X], {"a": X, "b": X}
+        inputs = [(of_dict, {"wide": X}), *((of_two, given) for given in pairs), (of_one, [X, X])]
         for model, given in inputs:
             drop = inject(model, Dropout(0.5), layers="fc", on_existing="replace")
             assert drop.predict([(given, 0)] * 2, samples=2).mean.shape == (8, 3)
         called = drop.predict([([X, X], 0)], samples=2, call=lambda a, b: of_one((a, b))[:2])
         assert called.mean.shape == (2, 3)
-        with pytest.raises(
-            TypeError, match=r"predict: .* does not take tuple(.|\n)*of a batch with targets: predict\(x\)"
-        ):
+        says = r"predict: .* does not take tuple(.|\n)*of a batch with targets: predict\(x\)"
+        with pytest.raises(TypeError, match=says):
             drop.predict((X, torch.zeros(4)))
 
     def test_tensors_in_a_list_are_moved_to_the_device_of_the_model(self) -> None:

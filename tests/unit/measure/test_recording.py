@@ -307,9 +307,8 @@ class TestNoSideEffects:
         model = nn.Sequential(toy(forward))
         for name, size in (("counts", 2**20), ("few", 2**10)):
             model[0].register_buffer(name, torch.zeros(size, dtype=torch.int32))
-        with pytest.warns(
-            hookdrop.HookdropWarning, match=r"modified '0\.counts', which is too large to be copied first"
-        ):
+        says = r"modified '0\.counts', which is too large to be copied first"
+        with pytest.warns(hookdrop.HookdropWarning, match=says):
             inject(model, Dropout(0.5), layers="0", example_input=ROWS)
         assert model[0].few.sum() == 0
 

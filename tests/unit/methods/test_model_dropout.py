@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import hookdrop
 from hookdrop import HookdropWarning, InjectionError, LayerError, find, inject, plan
 from hookdrop.recipes import set_dropout
+from tests.support.error_catalog import OwnLoss
 from tests.support.models import toy
 
 
@@ -86,11 +87,9 @@ class TestPlan:
             def train(self, mode: bool = True) -> Any:
                 return super().train(True)
 
-        parts = (
-            toy(lambda m, x: F.dropout(x, m.rate), rate=0.1),
-            toy(lambda m, x: F.dropout(x, m.rate, m.training), rate=0.1),
-        )
-        model = nn.Sequential(*parts, Always(0.5))
+        always = toy(lambda m, x: F.dropout(x, m.rate), rate=0.1)
+        in_training = toy(lambda m, x: F.dropout(x, m.rate, m.training), rate=0.1)
+        model = nn.Sequential(always, in_training, Always(0.5))
         warnings = plan(model.eval(), set_dropout(), example_input=torch.ones(64, 4)).warnings
         random = [text for text in warnings if "in eval mode" in text]
         assert [re.findall(r"\('(.*)'\)", text) for text in random] == [["0"], ["2"]]
@@ -108,13 +107,7 @@ class TestPlan:
         assert found.warnings == []
 
     def test_a_model_that_refuses_training_mode_has_its_modules(self) -> None:
-        class Labels(nn.Dropout):
-            def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-                if self.training and y is None:
-                    raise ValueError("labels are required")
-                return super().forward(x)
-
-        found = plan(nn.Sequential(Labels(0.1)), set_dropout(), example_input=X)
+        found = plan(nn.Sequential(OwnLoss(0.1)), set_dropout(), example_input=X)
         assert [site.name for site in found.sites] == ["0"]
         assert "does not run in training mode: ValueError: labels are required" in found.warnings[0]
 
@@ -164,15 +157,13 @@ class TestRates:
 
 class TestHandle:
     def test_schedule_step_disable_and_remove(self, model: Any) -> None:
-        with inject(
-            model, set_dropout(), p_scale={"**": 0.5}, schedule=hookdrop.EarlySchedule(0.3), total_steps=10
-        ) as own:
+        settings: Any = {"schedule": hookdrop.EarlySchedule(0.3), "total_steps": 10}
+        with inject(model, set_dropout(), p_scale={"**": 0.5}, **settings) as own:
             assert rates(model) == [0.05, 0.1, 0.15]
             own.step(3)
             assert rates(model) == [0, 0, 0]
-        spec = hookdrop.InjectionSpec(
-            "set_dropout(p={'0': 0.6, '1.dropout': 0.4})", schedule="LinearSchedule(steps=10)"
-        )
+        recipe = "set_dropout(p={'0': 0.6, '1.dropout': 0.4})"
+        spec = hookdrop.InjectionSpec(recipe, schedule="LinearSchedule(steps=10)")
         drop = inject(model, hookdrop.InjectionSpec.from_dict(spec.to_dict()))
         for step in range(4):
             assert rates(model) == pytest.approx([0.06 * step, 0.04 * step, 0.3])

@@ -381,9 +381,7 @@ class TestCheckpoints:
     @pytest.mark.parametrize("reentrant", [False, True])
     @pytest.mark.parametrize("samples", [False, True])
     @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
-    def test_a_checkpoint_inside_a_module_recomputes_the_same(
-        self, reentrant: bool, samples: bool, inside: bool
-    ) -> None:
+    def test_a_recompute_inside_a_module_is_the_same(self, reentrant: bool, samples: bool, inside: bool) -> None:
         def dropped(m: Any, x: Tensor) -> Tensor:
             return F.dropout(m.linear(x), m.p, m.training).tanh()
 

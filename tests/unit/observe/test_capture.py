@@ -21,9 +21,8 @@ BOTH = ("output", "gradient")
 
 def in_place() -> nn.Sequential:
     """Each ReLU overwrites the output of the layer before it."""
-    return nn.Sequential(
-        nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)
-    )
+    layers = nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 2)
+    return nn.Sequential(*layers)
 
 
 def by_hand(model: nn.Sequential, x: Tensor) -> dict[str, list[Tensor]]:

@@ -18,7 +18,7 @@ from hookdrop.measure.figures import as_images
 from hookdrop.observe import CamComparison, compare_cam, grad_cam, plot_schedule
 from hookdrop.observe.cam import as_map
 from tests.support.models import Small, toy
-from tests.support.tensors import captured, scale_maps
+from tests.support.tensors import scale_maps
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pytorch_grad_cam")
@@ -58,9 +58,8 @@ class TestRecordings:
             assert {a.images[0].get_clim() for a in axes[:5] + axes[10:]} == {(both.min().item(), both.max().item())}
             assert len([a for a in part.axes if a.get_label() == "<colorbar>"]) == 1
             assert {a.images[0].get_clim() for a in axes[5:10]} == {(0, 1)}
-        assert [[text.get_text() for text in one.get_texts()] for part in figure.subfigs for one in part.legends] == [
-            ["kept", "dropped"]
-        ]
+        legends = [legend for part in figure.subfigs for legend in part.legends]
+        assert [[text.get_text() for text in legend.get_texts()] for legend in legends] == [["kept", "dropped"]]
 
     def test_plot_masks(self, model: Small, images: torch.Tensor) -> None:
         with inject(model, Dropout(0.3), layers=["layer1", "fc"]).recording() as r:
@@ -152,28 +151,28 @@ class TestClassActivationMaps:
         assert torch.equal(as_images(x[:, :2]), x[:, :2].mean(1))
 
 
-class TestFigures:
-    def test_figures_can_be_drawn_into_a_subfigure(self, model: Small, images: torch.Tensor) -> None:
-        whole = Figure(layout="constrained")
-        left, right = whole.subfigures(1, 2)
-        drop = inject(model, Dropout(0.3), layers="layer1")
-        with drop.recording() as r:
-            model(images)
-        assert r.plot_features(figure=left) is left
-        assert plot_schedule(drop, 5, figure=right.subfigures(2, 1)[0]) is right.subfigs[0]
-        whole.draw_without_rendering()
+def test_figures_can_be_drawn_into_a_subfigure(model: Small, images: torch.Tensor) -> None:
+    whole = Figure(layout="constrained")
+    left, right = whole.subfigures(1, 2)
+    drop = inject(model, Dropout(0.3), layers="layer1")
+    with drop.recording() as r:
+        model(images)
+    assert r.plot_features(figure=left) is left
+    assert plot_schedule(drop, 5, figure=right.subfigures(2, 1)[0]) is right.subfigs[0]
+    whole.draw_without_rendering()
 
 
 def reference_grad_cam(model: nn.Module, x: torch.Tensor, layer: str, classes: list[int]) -> torch.Tensor:
     """Grad-CAM by equations 1 and 2 of its paper, resized to the image."""
-    modes = [module.training for module in model.modules()]
-    model.eval()
-    with captured(model, layer) as seen:
-        model(x)[range(len(x)), classes].sum().backward()
-    model.zero_grad()
-    for module, training in zip(model.modules(), modes, strict=True):
-        module.training = training
-    features, gradients = seen[layer][0], seen[layer][0].grad
+    twin, seen = copy.deepcopy(model).eval(), []
+
+    def keep(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        seen.append(output.detach().clone())
+        output.register_hook(seen.append)
+
+    twin.get_submodule(layer).register_forward_hook(keep)
+    twin(x)[range(len(x)), classes].sum().backward()
+    features, gradients = seen
     maps = (gradients.mean((2, 3), keepdim=True) * features).sum(1).relu()
     return scale_maps(interpolate(scale_maps(maps)[:, None], x.shape[2:], mode="bilinear", align_corners=False)[:, 0])
 
@@ -216,9 +215,7 @@ def test_the_default_target_is_the_predicted_class(model: Small, images: torch.T
 
 class TestNoSideEffects:
     @pytest.mark.parametrize("fails", [False, True], ids=["success", "error"])
-    def test_modes_gradients_buffers_hooks_and_random_state_are_restored(
-        self, model: Small, images: torch.Tensor, fails: bool
-    ) -> None:
+    def test_the_model_and_random_states_are_restored(self, model: Small, images: torch.Tensor, fails: bool) -> None:
         model.train()
         model.layer1[0].bn1.eval()
         model.fc.bias.requires_grad_(False)

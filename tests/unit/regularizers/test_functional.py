@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -18,6 +19,7 @@ import hookdrop
 from hookdrop import Cutout, Dropout, Dropout2d, Dropout3d, FeatureAlphaDropout, Regularizer, functional, plan
 from hookdrop.functional import drop_block, dropout
 from hookdrop.kernels.blocks import gamma_for
+from tests.statistics.test_masks import reach
 from tests.support.models import Small
 from tests.support.tensors import within
 from tests.support.training import seeded
@@ -109,9 +111,7 @@ def test_positions_along_the_shared_axes_have_one_mask_and_others_are_independen
         (hookdrop.LockedDropout(0.3, 0), (-3,), (3, 4, 5)),
     ],
 )
-def test_the_named_classes_are_settings(
-    name: Regularizer, shared: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_the_named_classes_are_settings(name: Regularizer, shared: Any, shape: Any, dtype: torch.dtype) -> None:
     x = torch.randn(shape, dtype=dtype)
     expected = seeded(name, x)
     torch.testing.assert_close(seeded(Dropout(0.3, shared=shared), x), expected, rtol=2**-22, atol=0.0)
@@ -145,14 +145,7 @@ def test_exact_gamma_solves_its_equation(size: tuple[int, ...], block: int, p: f
     """The dropped fraction, as a plain sum over positions, equals p."""
     blocks = tuple(min(block, s) for s in size)
     gamma = gamma_for(size, blocks, p)
-    along = [
-        torch.tensor([min(i, s - b) - max(0, i - b + 1) + 1 for i in range(s)], dtype=torch.float64)
-        for s, b in zip(size, blocks, strict=True)
-    ]
-    covers = along[0]
-    for axis in along[1:]:
-        covers = covers.unsqueeze(-1) * axis
-    dropped = -torch.expm1(covers * math.log1p(-gamma)).mean().item()
+    dropped = -torch.expm1(reach(size, blocks) * math.log1p(-gamma)).mean().item()
     assert 0 < gamma < 1
     assert dropped == pytest.approx(p, rel=1e-9)
 

@@ -117,18 +117,15 @@ class TestEdits:
     def test_factor_0_zeros_non_finite_gradients(self, factor: float) -> None:
         assert torch.equal(gradient(ScaleActivationGrad(factor), NON_FINITE), torch.zeros(4))
         assert gradient(ScaleActivationGrad(-1), NON_FINITE).isfinite().tolist() == [False, False, False, True]
-        found = vmap(grad(lambda x, g: (ScaleActivationGrad(factor)(x * 2) * g).sum()))(
-            torch.ones(1, 4), NON_FINITE[None]
-        )
-        assert torch.equal(found, torch.zeros(1, 4))
+        scaled = lambda x, g: (ScaleActivationGrad(factor)(x * 2) * g).sum()
+        assert torch.equal(vmap(grad(scaled))(torch.ones(1, 4), NON_FINITE[None]), torch.zeros(1, 4))
 
     def test_overflow_is_visible_to_a_grad_scaler(self) -> None:
         for value in (math.inf, math.nan):
             g = torch.tensor([1.0, value, 1.0])
             assert not gradient(ClipActivationGrad(max_norm=1.0), g).isfinite().all()
-            assert gradient(ClipActivationGrad(max_value=2.0), g).isfinite().all() == (
-                value == math.inf
-            )  # as documented
+            finite = gradient(ClipActivationGrad(max_value=2.0), g).isfinite().all()
+            assert finite == (value == math.inf)  # as documented
 
 
 class TestOtherPaths:
@@ -199,9 +196,6 @@ def test_probe_says_that_forwards_are_unchanged(regularizer: nn.Module, rate: An
     assert "edits gradients in the backward pass, and changes no forward" in str(result)
     assert (drop.p, drop.keep_prob, drop.target_p) == (rate, None, rate)
     assert len(drop.metrics()) == (2 if rate is None else 3)
-
-
-# --- with other PyTorch features
 
 
 @pytest.mark.parametrize("cls", [ScaleActivationGrad, NoiseActivationGrad])

@@ -65,9 +65,7 @@ RANGES = [((-1.0, 1.0), (0.0, 1.0)), ((0.0, 0.0), (0.0, 1.0)), ((0.0, 1.0), (-0.
 class TestShakeDrop:
     @pytest.mark.parametrize(("alpha", "beta"), RANGES)
     @pytest.mark.parametrize("seed", range(3))
-    def test_matches_the_papers_formula_with_the_same_draws(
-        self, seed: int, alpha: tuple[float, float], beta: tuple[float, float]
-    ) -> None:
+    def test_matches_the_papers_formula_with_the_same_draws(self, seed: int, alpha: Any, beta: Any) -> None:
         """(b + alpha - b alpha) x forward, (b + beta - b beta) backward, divided by E[b + alpha - b alpha]."""
         p, x = 0.4, torch.randn(16, 3, 2, 2, dtype=torch.float64, requires_grad=True)
         torch.manual_seed(seed)
@@ -122,10 +120,8 @@ class TestLockedDropout:
     def test_lstm_output_is_masked_and_its_state_is_not(self, batch_first: bool) -> None:
         lstm, time = nn.LSTM(4, 6, batch_first=batch_first), 1 if batch_first else 0
         x = torch.randn(3, 3, 4)
-        assert (
-            plan(lstm, LockedDropout(0.5, time), layers=lstm, example_input=x).sites[0].reading
-            == "T=3 (1 of 3 tensors)"
-        )
+        (site,) = plan(lstm, LockedDropout(0.5, time), layers=lstm, example_input=x).sites
+        assert site.reading == "T=3 (1 of 3 tensors)"
         clean, (state, _) = lstm(x)
         inject(lstm, LockedDropout(0.5, time), layers=lstm)
         locked, (still, _) = lstm(x)

@@ -283,16 +283,13 @@ def test_a_difference_from_a_moving_average_is_no_branch() -> None:
 def test_a_branch_inside_another_that_begins_with_its_skip() -> None:
     """As in Fourier neural operators."""
     model = toy(lambda m, x: x + m.g((x + m.f(x)).relu()), f=nn.Linear(C, C), g=nn.Linear(C, C))
-    assert [site.name for site in plan(nn.Sequential(model), stochastic_depth(), example_input=X).sites] == [
-        "0.f",
-        "0.g",
-    ]
+    found = plan(nn.Sequential(model), stochastic_depth(), example_input=X)
+    assert [site.name for site in found.sites] == ["0.f", "0.g"]
 
 
 def test_branches_inside_another_are_named() -> None:
-    outer = [
-        toy(lambda m, x: x + m.f(m.inner(m.g(x))), f=nn.Linear(C, C), g=nn.Linear(C, C), inner=pre_norm()) for _ in "12"
-    ]
+    form = lambda m, x: x + m.f(m.inner(m.g(x)))
+    outer = [toy(form, f=nn.Linear(C, C), g=nn.Linear(C, C), inner=pre_norm()) for _ in range(2)]
     found = plan(nn.Sequential(*outer), stochastic_depth(), example_input=X)
     assert [site.name for site in found.sites] == ["0.f", "1.f"]
     assert "'0.inner', '1.inner': its residual branches are inside another one" in found.warnings[0]
@@ -320,9 +317,8 @@ def test_layers_are_the_innermost_repeated_blocks() -> None:
     """Neither an encoder that adds positions, nor the two parts of a layer, are layers themselves."""
     positions = toy(lambda m, x: stacked(m, x + m.f(x)), f=nn.Linear(C, C), parts=stack(pre_norm).parts)
     model = nn.Sequential(nn.Linear(C, C), positions, nn.Linear(C, C))
-    assert [name for name, reason in survey(model, X).skippable.items() if not reason] == [
-        f"1.parts.{i}" for i in range(3)
-    ]
+    skippable = survey(model, X).skippable
+    assert [name for name, reason in skippable.items() if not reason] == [f"1.parts.{i}" for i in range(3)]
 
     def sub(*widths: int) -> nn.Module:
         return toy(lambda m, x: x + m.body(x), body=nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths))))

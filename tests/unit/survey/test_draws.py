@@ -14,8 +14,6 @@ from hookdrop.survey.draws import find_draws
 from tests.support.models import toy
 
 X = torch.rand(6, 8) + 1
-
-
 DRAWS: dict[str, Callable[..., Any]] = {
     "dropout": lambda m, x: F.dropout(x, 0.5),
     "bernoulli": lambda m, x: x * torch.bernoulli(torch.full_like(x, 0.5)),

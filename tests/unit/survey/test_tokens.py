@@ -164,8 +164,6 @@ def attention(batch_first: bool = False, zero: bool = False) -> nn.Module:
 IDS = torch.zeros(5, 4, dtype=torch.long)
 TIME_FIRST = torch.randn(5, 4, 8)
 EDGES = torch.stack([torch.arange(5), torch.arange(5).roll(1)])
-
-
 MASKED = toy(lambda m, x, pad: m.t(x, src_key_padding_mask=pad), t=attention()[0])
 GRAPH = toy(lambda m, x, e: x.index_add(0, e[1], m.f(x)[e[0]]), f=nn.Linear(8, 8))
 AXES: dict[str, tuple[nn.Module, object, int | None, int]] = {
@@ -185,9 +183,7 @@ AXES: dict[str, tuple[nn.Module, object, int | None, int]] = {
 
 
 @pytest.mark.parametrize(("model", "example", "axis", "most"), AXES.values(), ids=AXES)
-def test_the_batch_axis_of_an_example(
-    model: nn.Module, example: Any, axis: int | None, most: int, forwards: Any
-) -> None:
+def test_the_batch_axis(model: nn.Module, example: Any, axis: int | None, most: int, forwards: Any) -> None:
     """No batch: one sequence without a batch axis, and the nodes of a graph, which lead to one another."""
     facts = survey(model, example)
     assert isinstance(facts.batch_axis, str) if axis is None else facts.batch_axis == axis

@@ -17,7 +17,6 @@ from tests.support.transformers_models import llama
 timm = pytest.importorskip("timm")
 torchvision = pytest.importorskip("torchvision")
 
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet": lambda: timm.create_model("resnet18"),
     "vit": lambda: timm.create_model("test_vit"),
@@ -25,7 +24,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         "swin_tiny_patch4_window7_224", drop_path_rate=0.0, img_size=56, depths=(2, 1), num_heads=(1, 2), embed_dim=8
     ),
     "mobilenet": lambda: torchvision.models.mobilenet_v2(width_mult=0.1, dropout=0.0),
-    "llama": lambda: llama(num_hidden_layers=12),
+    "llama": lambda: llama(num_hidden_layers=4),
     "Sequential": lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)) for _ in range(23)]),
 }
 EXAMPLES = {"Sequential": torch.ones(2, 4)}
@@ -163,7 +162,6 @@ def test_rates_of_equal_blocks_are_a_range() -> None:
     model = timm.create_model("test_vit", drop_path_rate=0.1)
     assert "already drops 0.02 to 0.1;" in str(layers(model, only="blocks.*.drop_path1"))
     assert "stochastic_depth" not in str(layers(model))
-    assert "stochastic_depth" in str(layers(timm.create_model("test_vit")))
 
 
 def test_layers_changes_nothing_and_ignores_hooks(model: Small, images: torch.Tensor) -> None:
@@ -179,10 +177,8 @@ def test_layers_changes_nothing_and_ignores_hooks(model: Small, images: torch.Te
 def test_without_an_example_only_names_and_types_are_shown() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     found = layers(model)
-    assert [(one.name, one.type, one.shape, one.calls, one.fits) for one in found] == [
-        ("0", "Linear", None, None, ()),
-        ("1", "ReLU", None, None, ()),
-    ]
+    assert [(one.name, one.type) for one in found] == [("0", "Linear"), ("1", "ReLU")]
+    assert {(one.shape, one.calls, one.fits) for one in found} == {(None, None, ())}
     assert "pass example_input=x" in str(found)
     with pytest.raises(InjectionError):
         layers(model, torch.ones(2, 5))
