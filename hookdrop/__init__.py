@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.4.0"
 
-for _name in ("kernels.custom_ops", "regularizers.masksembles"):
+for _name in ("kernels.custom_ops", "kernels.fixed_masks"):
     importlib.import_module(f"hookdrop.{_name}")  # defines operators, which exported programs name
 
 # What is imported on first use, because it takes as long as the rest.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hookdrop
 from hookdrop import DSU, LockedDropout, Masksembles, MixStyle, Regularizer, ShakeDrop, TokenDropout, inject, plan
 from hookdrop.functional import masksembles, neftune
-from hookdrop.regularizers.masksembles import draw_masks, fixed_masks, ones_per_mask
+from hookdrop.kernels.fixed_masks import draw_masks, fixed_masks, ones_per_mask
 from hookdrop.regularizers.styles import symmetric_beta
 from tests.support.tensors import HALF, all_equal, styled, within
 from tests.support.training import seeded
