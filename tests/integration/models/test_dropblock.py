@@ -104,11 +104,11 @@ def test_families(name: str) -> None:
     The last convolution of the model is not inside a site.
     """
     from models.catalog import Example
-    from models.check import Check
+    from models.check import check
 
     make, count, shape, without = FAMILIES[name]
     model, x = make(), torch.randn(2, *shape)
-    record = Check(model, Example((x,), (x,)), recipe=dropblock_unet(p=0.1, block_size=3)).run()
+    record = check(model, Example((x,), (x,)), dropblock_unet(p=0.1, block_size=3))
     assert record["status"] == "passed", record
     assert record["sites"] == {"DropBlock": count}
     last = [conv for conv in model.modules() if isinstance(conv, _ConvNd)][-1]
@@ -295,10 +295,10 @@ def batch() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
 def test_inject_train_and_remove(name: str, parts: str) -> None:
     """The checks of `benchmarks/zoo.py`: eval output, measured rate, gradients, and removal, bit for bit."""
     from models.catalog import Example
-    from models.check import Check
+    from models.check import check
 
     model, (images, targets) = small(name), batch()
-    record = Check(model, Example((images,), (images, targets)), recipe=dropblock_detector(0.1, 3, parts)).run()
+    record = check(model, Example((images,), (images, targets)), dropblock_detector(0.1, 3, parts))
     assert record["status"] == "passed", record
     assert record["elements"]
 
