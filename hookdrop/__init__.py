@@ -54,14 +54,19 @@ _parts.KINDS.places.update(
     skip="hookdrop.methods.skip_hook:SkipHook",
 )
 _parts.PARTS.places.update(
+    adapted="hookdrop.regularizers.foreign:adapted",
+    collected="hookdrop.methods.collecting:Collected",
     inspect="hookdrop.guards.inspection:inspect_forward",
+    is_checkpointed="hookdrop.training.checkpointing:is_checkpointed",
     loss_terms="hookdrop.methods.penalties:LossTerms",
+    note_forward="hookdrop.training.checkpointing:note_forward",
     penalty="hookdrop.methods.penalties:read_penalty",
     predict="hookdrop.measure.prediction:predict",
     probe="hookdrop.measure.measurement:probe",
+    recompute="hookdrop.training.checkpointing:recompute",
     recording="hookdrop.measure.recording:recording",
+    run_recipe="hookdrop.methods.planning:run_recipe",
     samples="hookdrop.measure.prediction:samples",
-    siblings="hookdrop.survey.siblings:sibling_warnings",
     survey="hookdrop.survey.facts:LazySurvey",
 )
 _accelerators.PLACES.places.update(

@@ -17,16 +17,10 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hookdrop.core import compiling, tensor_tree
-from hookdrop.core.checkpointing import (
-    collects_statistics,
-    is_inside_autograd_function,
-    may_be_recomputed,
-    rng_fingerprint,
-)
+from hookdrop.core import torch_internals as internals
 from hookdrop.core.errors import InjectionError, ShapeError
-from hookdrop.core.needs import MASK, SAMPLES, CallValue, SampleRows, place_around
 from hookdrop.core.parts import PARTS, REGULARIZERS
-from hookdrop.core.regularizer import NO_RATE, CurrentRate, P, Rate, Regularizer, at_rate, rate_of
+from hookdrop.core.regularizer import FROM_AROUND, NO_RATE, CurrentRate, P, Rate, Regularizer, at_rate, rate_of
 from hookdrop.core.sink import CompanionHook, PlacedHook, RateSink
 from hookdrop.core.state import InjectionState
 from hookdrop.core.torch_internals import graph_task, is_tracing
@@ -65,7 +59,7 @@ class SiteHook(PlacedHook, RateSink):
         # `plan` checked that the regularizer can be pickled, and a deep copy takes ten times as long.
         regularizer: Regularizer = pickle.loads(pickle.dumps(site.regularizer))
         self.regularizer = regularizer
-        self.collected = {need: CallValue() for need in regularizer.needs if need in (MASK, SAMPLES)}
+        self.collected: Any = PARTS["collected"](regularizer) if FROM_AROUND & {*regularizer.needs} else None
         """What the regularizer needs from modules around the layer."""
         self.adds_to_loss = regularizer._adds_to_loss  # a penalty, which does not change the tensor
         self.companions = []
@@ -126,9 +120,9 @@ class SiteHook(PlacedHook, RateSink):
         if self.listeners:
             _NOTIFY.call(self, module, value)
         if graph_task() != -1:
-            return self._recompute(module, value, rate)
+            return PARTS["recompute"](self, module, value, rate)
         if (rate is not None or module.training) and may_be_recomputed():
-            self._note_forward(module, value, rate)
+            PARTS["note_forward"](self, module, value, rate)
         if rate is None:
             return None
         if is_tracing():
@@ -139,35 +133,6 @@ class SiteHook(PlacedHook, RateSink):
         if rate.neutral:
             return None
         return self.edit(module, value, lambda x, **context: self.apply(x, rate, **context))
-
-    def _note_forward(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> None:
-        """Remember the call for a recompute, and warn if this forward collects batch-norm statistics."""
-        state = rng_fingerprint(value[2] if self.at == "output" else value)
-        collected = self._collect() if self.collected else {}
-        self.state.live.checkpointed.note((self.site, module.training, state), rate, collected)
-        drops = module.training and rate is not None and not rate.neutral and not self.adds_to_loss
-        if drops and not torch.is_grad_enabled() and "without gradients" not in self.state.warned_kinds:
-            self._warn_without_gradients()
-
-    def _warn_without_gradients(self) -> None:
-        """Warn about a forward in training mode without gradients, once the model is being trained."""
-        state, live = self.state, self.state.live
-        is_trained = live.update_counter is not None and not live.update_counter.copied and live.update_counter.updates
-        if collects_statistics():
-            state.warn_once(
-                "dropped statistics",
-                f"{state.name!r} drops activations while batch-norm statistics are collected, so these are wrong "
-                "for eval mode.\n  collect them with hookdrop.update_bn(loader, model), or inside: with "
-                "hookdrop.find(model).disabled(): ...",
-            )
-        elif is_trained and not live.contexts and live.observe is None and not is_inside_autograd_function():
-            state.warn_once(
-                "without gradients",
-                f"{state.name!r} drops in a forward in training mode without gradients (a reference model? a rollout? "
-                "an evaluation?).\n  call model.eval() before it, or run it inside: with "
-                "hookdrop.find(model).disabled(): ...\n  a method of a trainer: trainer.method = "
-                "hookdrop.find(model).disabled()(trainer.method)",
-            )
 
     def _call_in_graph(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
         # Branch on nothing that changes with the step, which would trigger a recompilation at every step.
@@ -182,40 +147,6 @@ class SiteHook(PlacedHook, RateSink):
         if exporting:
             compiling.warn_of_export(self.state.name)
         return self.edit(module, value, lambda x, **context: self.apply_in_graph(x, rate, **context))
-
-    def _recompute(self, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
-        """Run the hook inside a checkpoint's recompute, at the rate that the original forward used."""
-        checkpointed = self.state.live.checkpointed
-        if not checkpointed and (rate is None or rate.neutral):
-            return None
-        before = self._fingerprint(value)
-        known = checkpointed.find((self.site, module.training, before))
-        rate = rate if known is None else known.rate
-        if rate is None or rate.neutral:
-            return None
-        collected = {} if known is None else known.collected
-
-        def apply(x: Tensor, **context: Any) -> Tensor:
-            # The checkpoint may not run the modules around the layer again.
-            missing = {need: value for need, value in collected.items() if self.collected[need].value is None}
-            try:
-                return self.apply(x, rate, **(context | missing))
-            finally:
-                # A checkpoint stops the recompute by an exception once all saved tensors are available.
-                if known is None and checkpointed.detects_redraws and self._fingerprint(value) != before:
-                    self.state.warn_once(
-                        "different mask",
-                        f"{self.state.name!r}: {self.site!r} ran in a backward pass with an RNG state that none of its "
-                        "forwards had. If an activation checkpoint recomputed it, its mask differs from that of the "
-                        "forward, and the gradients are wrong.\n"
-                        "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
-                        "Inject or replace before the forward, not between forward and backward.",
-                    )
-
-        return self.edit(module, value, apply)
-
-    def _fingerprint(self, value: Any) -> int:
-        return rng_fingerprint(value[2] if self.at == "output" else value)
 
     def edit(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to the site's tensor in `value`, and add the site to errors."""
@@ -242,19 +173,12 @@ class SiteHook(PlacedHook, RateSink):
 
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to the site's tensor in `value`, with what the regularizer needs besides."""
-        if self.regularizer.needs:
-            fn = partial(fn, **self._collect())
+        if self.collected is not None:
+            fn = partial(fn, **self.collected.values())
         if self.at == "output":
             return tensor_tree.map_tensor(value[2], self.tensor, fn)
         args, kwargs = value
         return tensor_tree.map_arguments(module, args, kwargs, self.tensor, fn)
-
-    def _collect(self) -> dict[str, Any]:
-        found = {need: one.value for need, one in self.collected.items()}
-        if SAMPLES in found:
-            batch, place = found[SAMPLES], self.regularizer.samples
-            found[SAMPLES] = place and SampleRows(*place[1:], None if batch is None else batch.shape[0])
-        return found
 
     def act(self, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
         """Regularize one tensor."""
@@ -312,8 +236,8 @@ class SiteHook(PlacedHook, RateSink):
     # --- registration
 
     def place(self, module: nn.Module, *, prepend: bool = False) -> None:
-        if self.collected:
-            place_around(self, module)
+        if self.collected is not None:
+            self.collected.place(self, module)
         if self.at == "output":
             self.handle = module.register_forward_hook(self)
         else:
@@ -363,6 +287,15 @@ def regularized(regularizer: Regularizer, x: Tensor, rate: Any, **context: Any) 
         must = "a regularizer must preserve shape and dtype"
         raise ShapeError(f"got {tuple(x.shape)} {x.dtype} and returned {got}: {must}.")
     return y
+
+
+def may_be_recomputed() -> bool:
+    """Whether this may be a checkpointed forward: gradients are off, or saved-tensors hooks are active."""
+    if not torch.is_grad_enabled():
+        return not torch.is_inference_mode_enabled()
+    if internals.saved_tensors_hooks is not None:
+        return internals.saved_tensors_hooks(True) is not None
+    return bool(PARTS["is_checkpointed"]())  # PyTorch 2.6 and 2.7 cannot report them
 
 
 def _notify(hook: SiteHook, module: nn.Module, value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, cast
@@ -11,11 +11,10 @@ from typing import Any, cast
 from torch import nn
 
 from hookdrop.core import events
-from hookdrop.core.adapters import check_picklable
 from hookdrop.core.arguments import number, one_of
-from hookdrop.core.errors import InjectionError, LayerError, StateError
+from hookdrop.core.errors import InjectionError, LayerError
 from hookdrop.core.parts import KINDS, PARTS
-from hookdrop.core.recipe import Recipe, RecipeSite
+from hookdrop.core.recipe import Recipe
 from hookdrop.core.registry import hooks_removed
 from hookdrop.core.regularizer import P, Regularizer, rate_of
 from hookdrop.core.schedules import Schedule, in_steps
@@ -23,14 +22,11 @@ from hookdrop.core.selection import (
     Entry,
     Layer,
     entry_text,
-    excluded_names,
     hookable,
-    layers_by_name,
-    no_hooks,
     select,
     values_by_entry,
 )
-from hookdrop.core.spec import InjectionSpec, PScale
+from hookdrop.core.spec import InjectionSpec, PScale, check_picklable
 from hookdrop.core.tables import counted, html_table, shape_text, some, text_table
 from hookdrop.core.tensor_tree import TensorKey
 
@@ -170,7 +166,7 @@ def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = N
         lazy = PARTS["survey"](model, example_input)
         with hooks_removed(model):  # an injection is no part of the model that a survey runs
             is_recipe = isinstance(spec.source, Recipe)
-            unmatched = _run_recipe(plan, spec.source, lazy, given) if is_recipe else _select_layers(plan, lazy)
+            unmatched = PARTS["run_recipe"](plan, lazy, given) if is_recipe else _select_layers(plan, lazy)
     for entry in unmatched:
         # `exclude="layer4"` names one module, not its submodules.
         hint = f"; to exclude its submodules: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
@@ -208,13 +204,13 @@ def _select_layers(plan: Plan, survey: Any) -> list[Entry]:
                 f"{layer.name!r} matches more than one key of the mapping: {keys}.\n  give each layer one regularizer."
             )
         chosen = regularizers[indices[0] if len(regularizers) > 1 else 0]
-        plan.sites.append(_site(plan.root, layer, chosen, plan.spec.at, plan.spec.tensor, survey))
+        plan.sites.append(planned_site(plan.root, layer, chosen, plan.spec.at, plan.spec.tensor, survey))
     if plan.spec.p_scale is not None:
-        _scale(plan.sites, rate_factors(selected, plan.spec.p_scale))
+        scale(plan.sites, rate_factors(selected, plan.spec.p_scale))
     return selection.unmatched_excludes
 
 
-def _site(
+def planned_site(
     root: nn.Module, layer: Layer, regularizer: Regularizer, at: str, tensor: TensorKey, survey: Any, chosen: str = ""
 ) -> PlannedSite:
     """Return the site of one layer. Some regularizers have only one place, and read settings from the model.
@@ -239,78 +235,6 @@ def _site(
     return site
 
 
-# --- sites that a recipe chooses
-
-
-def _run_recipe(plan: Plan, recipe: Recipe, lazy: Any, given: bool) -> list[Entry]:
-    """Like `_select_layers`, with the sites of a recipe."""
-    everything, name, spec = layers_by_name(plan.model), type(recipe).__name__, plan.spec
-    plan.root = root = everything[""].module
-    try:
-        found = [(site, site.group or site.name) for site in recipe.sites(root, lazy)]
-    except LayerError:
-        if lazy.found is not None and not lazy.found.trace.calls:
-            raise LayerError(f"{name} sees no layers: {no_hooks(root)}") from None
-        raise
-    places = [(site.name, site.at, site.attribute, site.constant) for site, _ in found]
-    if twice := [
-        site.label or site.name for (site, _), one in zip(found, places, strict=True) if places.count(one) > 1
-    ]:
-        raise InjectionError(
-            f"{name}: blocks of {type(root).__name__} share {twice[0]!r}, so that each would regularize it once more.\n"
-            "  choose the layers yourself: inject(model, ..., layers=...)"
-        )
-    names = {name for site, group in found for name in (site.name, group)}
-    excluded, _, unmatched = excluded_names(list(everything.values()), spec.exclude, names)
-    chosen = [(site, group) for site, group in found if excluded.isdisjoint((site.name, group))]
-    if not chosen:
-        raise LayerError(f"`exclude` removes every site of {name} ({len(found)}): nothing is left.")
-    groups = recipe.groups(root, lazy, [site for site, _ in chosen])
-    by_recipe = recipe.p_scale if len(groups) > 1 else None  # a model of one block has the requested rate
-    wanted = by_recipe if spec.p_scale is None else spec.p_scale
-    scales = [1.0] * len(groups) if wanted is None else rate_factors([everything[one] for one in groups], wanted)
-    factors = dict(zip(groups, scales, strict=True))
-    facts = lazy if given or lazy.found is not None else None
-    plan.sites = [_recipe_site(root, everything[site.name], site, facts) for site, _ in chosen]
-    if any(site.regularizer is not None for site in plan.sites):
-        check_picklable(recipe, "the recipe")
-    _scale(plan.sites, [site.factor * factors.get(group, 1.0) for site, group in chosen])
-    plan.warnings += recipe.warnings(root, lazy, [site for site, _ in found])
-    if recipe.takes_all and lazy.found is not None and len(found) > 1:
-        plan.warnings += PARTS["siblings"](lazy.found.trace, [site.name for site, _ in found], plan.warnings)
-    plan.name, plan.counts, plan.survey = name, {name: len(plan.sites)}, lazy.found
-    plan.recipe = {
-        "regularizer": recipe,
-        "exclude": tuple(sorted(excluded & names)),
-        "p_scale": spec.p_scale if spec.p_scale is None or isinstance(spec.p_scale, str) else factors,
-    }
-    _check_chosen(spec, [site.name for site in plan.sites])
-    return unmatched
-
-
-def _recipe_site(root: nn.Module, layer: Layer, site: RecipeSite, survey: Any) -> PlannedSite:
-    if site.regularizer is None:
-        planned = PlannedSite(layer.name, type(layer.module).__name__, layer.module, None, "attribute", target=site.p)
-        planned.kind = "attribute" if site.constant is None else "constant"
-    else:
-        usual = "input" if site.at == "skip" else "output"
-        planned = _site(root, layer, site.regularizer, usual, None, survey, site.at)
-    planned.name, planned.branch = site.label or planned.name, site.branch
-    planned.attribute, planned.constant = site.attribute, site.constant
-    return planned
-
-
-def _check_chosen(spec: InjectionSpec, sites: Sequence[str]) -> None:
-    """Raise `StateError` if a recipe chose other sites than the spec has."""
-    named = [spec.layers] if isinstance(spec.layers, str) else spec.layers
-    if named is None or sorted(sites) == sorted(named):
-        return
-    lines = [f"the recipe {spec.regularizer} chooses other sites here than in the spec."]
-    lines += [f"  only in the spec: {site!r}" for site in named if site not in sites]
-    lines += [f"  only here:        {site!r}" for site in sites if site not in named]
-    raise StateError("\n".join([*lines, "  to place it anyway: remove `layers` from the spec"]))
-
-
 # --- rates
 
 
@@ -332,7 +256,7 @@ def rate_factors(layers: list[Layer], p_scale: PScale) -> list[float]:
     return [factor(layer.name, index, count) for index, layer in enumerate(layers)]
 
 
-def _scale(sites: list[PlannedSite], scales: list[float]) -> None:
+def scale(sites: list[PlannedSite], scales: list[float]) -> None:
     for site, factor in zip(sites, scales, strict=True):
         if site.constant is not None:
             continue

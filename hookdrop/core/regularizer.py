@@ -14,7 +14,6 @@ from torch.compiler import is_compiling
 
 from hookdrop.core.arguments import NamedArguments, as_rate_tensor, floating, init_parameters, rate, settings_text
 from hookdrop.core.errors import InjectionError, ShapeError
-from hookdrop.core.needs import SamplePlace
 from hookdrop.core.torch_internals import without_dispatch_modes
 
 
@@ -59,6 +58,14 @@ class Rate:
             check_axes(x.shape, axes, owner)
         return value
 
+
+SamplePlace = tuple[str | None, int, bool]
+"""(module, axis, interleaved): the module whose first input has one row of axis 0 for each sample, the axis of the
+samples in the regularized tensor, and whether sample i of N has its rows i, i + N, ..., and not consecutive ones. The
+module is None if the tensor has one row for each sample too. A plain tuple, so that a text form is a literal."""
+
+FROM_AROUND = frozenset({"attention_mask", "samples"})
+"""The needs of regularizers that modules around the layer have."""
 
 P = Rate("p")
 BELOW_1 = Rate("p", open_end=True)
@@ -177,6 +184,11 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     def title(self) -> str:
         """The name used in messages and tables."""
         return type(self).__name__
+
+    @property
+    def _given(self) -> Any:
+        """What a text names: this regularizer, or the module or function of another library that it adapts."""
+        return self
 
     def extra_repr(self) -> str:
         """The settings in the syntax of `parse`. Keyword-only settings are shown only if they are not the default."""

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor, nn
 
-from hookdrop.core.adapters import as_regularizer
 from hookdrop.core.arguments import NamedArguments, one_of, unknown_argument
 from hookdrop.core.errors import InjectionError, LayerError, StateError
 from hookdrop.core.hook import SiteHook
+from hookdrop.core.parts import PARTS
 from hookdrop.core.recipe import Recipe
 from hookdrop.core.regularizer import Regularizer, at_rate
 from hookdrop.core.schedules import ConstantSchedule, Schedule
@@ -219,6 +219,31 @@ def _settings(spec: InjectionSpec) -> Any:
     entries = {name: [one] if isinstance(one := getattr(spec, name), str) else one for name in ("layers", "exclude")}
     made = entries | {"regularizer": found, "schedule": spec.timing or ConstantSchedule()}
     return _plain({field.name: made.get(field.name, getattr(spec, field.name)) for field in fields(spec)})
+
+
+def as_regularizer(given: object) -> Regularizer:
+    """Convert a regularizer, a module without state or a function to a `Regularizer`, if it can be pickled."""
+    if isinstance(given, nn.Module) and (
+        owned := [name for name, _ in (*given.named_parameters(), *given.named_buffers())]
+    ):
+        raise InjectionError(
+            f"{type(given).__name__} owns parameters or buffers ({', '.join(owned[:3])}), which the optimizer and "
+            "the state_dict would miss.\n  make it a layer of the model, or remove its state."
+        )
+    found: Regularizer = given if isinstance(given, Regularizer) else PARTS["adapted"](given)
+    check_picklable(found, "the regularizer")
+    return found
+
+
+def check_picklable(value: object, what: str) -> None:
+    """Raise `InjectionError` if `value`, which a hook will hold, cannot be pickled."""
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        raise InjectionError(
+            f"{what} can't be pickled ({error}), so torch.save(model) and worker processes would fail.\n"
+            "  instead of a lambda or a local function, use a function or class at the top level of a module."
+        ) from error
 
 
 def _regularizer(given: object) -> Regularizer:

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookdrop.core import events
-from hookdrop.core.checkpointing import CheckpointedCalls
 from hookdrop.core.errors import warn
 from hookdrop.core.follow import Follower
 from hookdrop.core.regularizer import NO_RATE, CurrentRate
@@ -51,7 +50,7 @@ class LiveState:
         self.contexts: list[Override] = []  # the overrides of all contexts that have not exited
         self.observe: Callable[..., Tensor] | None = None
         """Called with (hook, tensor, rate, **context) in place of the regularizer by `probe` and `recording`."""
-        self.checkpointed = CheckpointedCalls()
+        self.checkpointed: Any = None  # the `CheckpointedCalls` that a backward pass may recompute
         self.loss_terms: Any = None  # the `LossTerms` of penalties; None if no hook has a penalty
         self.update_counter: Any = None  # the `UpdateCounter` of `guards.progress.watch`
 

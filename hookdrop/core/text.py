@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from hookdrop.core.adapters import ForeignFunction, ForeignModule
+from torch import nn
+
 from hookdrop.core.arguments import init_parameters, settings_text, signature_line
 from hookdrop.core.errors import StateError, nearest
 from hookdrop.core.parts import RECIPES, REGULARIZERS
@@ -68,16 +69,16 @@ def text_of(thing: Regularizer | Recipe | Schedule) -> str:
     Raises:
         StateError: a setting is not a literal, such as a function in a schedule.
     """
-    if isinstance(thing, ForeignFunction):
-        return qualified_name(thing.function)
-    made = thing.module if isinstance(thing, ForeignModule) else thing
+    made = thing._given if isinstance(thing, Regularizer) else thing
+    if not isinstance(made, nn.Module | Recipe | Schedule):  # a function
+        return qualified_name(made)
     for name in [name for name in init_parameters(type(made)) if not hasattr(made, name)]:  # `*args` is one
         fix = "name each argument, and store it" if name.startswith("*") else f"write: self.{name} = {name}"
         raise StateError(
             f"{thing!r} cannot be saved: {type(made).__name__} does not store its argument {name!r}.\n"
             f"  in {type(made).__name__}.__init__, {fix}"
         )
-    if isinstance(thing, ForeignModule):
+    if made is not thing:
         text = f"{qualified_name(type(made))}({settings_text(made)})"
     else:
         name, _, settings = repr(thing).partition("(")

@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import PackedSequence
 from hookdrop.core import events
 from hookdrop.core.errors import ShapeError
 from hookdrop.core.hook import SiteHook, first_listeners
-from hookdrop.core.needs import partial_calls
 from hookdrop.core.parts import REGULARIZERS
 from hookdrop.core.registry import hooks_of
 from hookdrop.core.regularizer import Regularizer
@@ -24,6 +23,7 @@ from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import container_of
 from hookdrop.core.torch_internals import full_backward_hooks_of, parameters_of
 from hookdrop.guards.messages import message, warn_each
+from hookdrop.methods.calls import partial_calls
 from hookdrop.training.seeding import announce, find_rank_with_same_seed
 
 CHANGES = ("lost", "copied", "moved", "full_backward_hook")

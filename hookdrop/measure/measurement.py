@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.core.arguments import count
-from hookdrop.core.checkpointing import CheckpointedCalls
 from hookdrop.core.compiling import GraphBreak
 from hookdrop.core.hook import SiteHook, note_call, regularized
 from hookdrop.core.registry import hooks_of, hooks_removed
@@ -180,7 +179,7 @@ def without_bookkeeping(model: nn.Module) -> Iterator[None]:
         hook.called = hook.trained = False
         hook.listeners = (note_call, check_first_shape) if check_first_shape in hook.listeners else (note_call,)
     for live in lives:
-        live.checkpointed = CheckpointedCalls()
+        live.checkpointed = None
     try:
         yield
     finally:

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.compiler import is_compiling
 
-from hookdrop.core.checkpointing import running_checkpoint
 from hookdrop.core.compiling import GraphBreak
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.hook import SiteHook
-from hookdrop.core.needs import CallValue
 from hookdrop.core.sink import CompanionHook
 from hookdrop.core.torch_internals import runs_compiled_code, skip_frames_of, when_compiler_is_imported
+from hookdrop.methods.calls import CallValue
+from hookdrop.training.checkpointing import running_checkpoint
 
 
 class Around(SiteHook):

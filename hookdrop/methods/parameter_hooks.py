@@ -22,13 +22,13 @@ from torch.compiler import is_compiling
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from hookdrop.core.checkpointing import running_checkpoint
 from hookdrop.core.errors import InjectionError, LayerError
 from hookdrop.core.regularizer import Regularizer
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import TensorKey, detached_copy, fits
 from hookdrop.core.torch_internals import version_of
 from hookdrop.methods.around import Around
+from hookdrop.training.checkpointing import running_checkpoint
 
 START = "start"
 

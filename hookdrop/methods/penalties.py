@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.core import compiling
-from hookdrop.core.checkpointing import callers
 from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.hook import SiteHook
-from hookdrop.core.needs import CallValue
 from hookdrop.core.sink import CompanionHook
 from hookdrop.core.state import InjectionState
 from hookdrop.core.torch_internals import graph_task, skip_frames_of, when_compiler_is_imported
+from hookdrop.methods.calls import CallValue
+from hookdrop.training.checkpointing import callers
 
 MOST_UNREAD = 2**12  # how many terms are kept without an update of the weights: a cell may run at each time step
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hookdrop.core.compiling import graph_break
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.hook import SiteHook
-from hookdrop.core.needs import partial_calls
 from hookdrop.core.registry import hooks_removed
 from hookdrop.core.regularizer import CurrentRate
 from hookdrop.core.selection import named_layers
@@ -33,6 +32,7 @@ from hookdrop.core.tensor_tree import (
 )
 from hookdrop.core.torch_internals import functorch_stack, is_fake, version_of
 from hookdrop.methods.around import Around
+from hookdrop.methods.calls import partial_calls
 
 if TYPE_CHECKING:
     from hookdrop.survey.subsets import Subset

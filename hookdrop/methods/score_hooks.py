@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from hookdrop.core.checkpointing import running_checkpoint
 from hookdrop.core.compiling import GraphBreak
 from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.hook import SiteHook
-from hookdrop.core.needs import has_ended
 from hookdrop.core.regularizer import Regularizer
 from hookdrop.core.tensor_tree import TensorKey
 from hookdrop.core.torch_internals import opened, remove_function_mode
 from hookdrop.methods.around import Around
+from hookdrop.methods.calls import has_ended
+from hookdrop.training.checkpointing import running_checkpoint
 
 _ATTENTION = F.scaled_dot_product_attention
 _HIDING = F.multi_head_attention_forward

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from hookdrop.core.arguments import one_of
 from hookdrop.core.errors import InjectionError, LayerError, ShapeError
-from hookdrop.core.needs import CHOOSE_PLACE, SamplePlace, SampleRows, place_text, rows_in_call, sample_place
-from hookdrop.core.regularizer import BELOW_1, DropRegularizer, P, Rate
+from hookdrop.core.regularizer import BELOW_1, DropRegularizer, P, Rate, SamplePlace
 from hookdrop.core.torch_internals import BatchNorm
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
+from hookdrop.regularizers.samples import CHOOSE_PLACE, SampleRows, place_text, rows_in_call, sample_place
 
 _MODES = ("row", "batch", "subset")
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hookdrop.core.arguments import count, one_of
 from hookdrop.core.errors import LayerError, ShapeError
-from hookdrop.core.needs import CHOOSE_PLACE, SamplePlace, SampleRows, place_text, rows_in_call, sample_place
-from hookdrop.core.regularizer import BELOW_1, DropRegularizer, Rate
+from hookdrop.core.regularizer import BELOW_1, DropRegularizer, Rate, SamplePlace
 from hookdrop.kernels.random_numbers import rand
+from hookdrop.regularizers.samples import CHOOSE_PLACE, SampleRows, place_text, rows_in_call, sample_place
 
 
 def head_dropout(

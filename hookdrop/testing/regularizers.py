@@ -17,15 +17,14 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from hookdrop.core.adapters import as_regularizer
 from hookdrop.core.errors import ShapeError, did_you_mean
 from hookdrop.core.handle import Injection, find
 from hookdrop.core.inject import inject
-from hookdrop.core.needs import SampleRows
 from hookdrop.core.regularizer import Rate, Regularizer, at_rate, rate_of, rows_alone
-from hookdrop.core.spec import InjectionSpec
+from hookdrop.core.spec import InjectionSpec, as_regularizer
 from hookdrop.core.text import read, text_of
 from hookdrop.regularizers import Penalty
+from hookdrop.regularizers.samples import SampleRows
 
 Checks: TypeAlias = list[tuple[str, Callable[[], None]]]
 Failures: TypeAlias = Mapping[str, str]

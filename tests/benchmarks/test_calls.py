@@ -77,10 +77,10 @@ def injection() -> Calls:
 @pytest.mark.parametrize(
     ("action", "most", "files"),
     [
-        pytest.param(lambda: forward(DropBlock(0.1, 3)), 37, 9, id="forward of one layer, DropBlock"),
-        pytest.param(lambda: forward(Dropout(0.1)), 14, 5, id="forward of one layer, Dropout"),
+        pytest.param(lambda: forward(DropBlock(0.1, 3)), 37, 8, id="forward of one layer, DropBlock"),
+        pytest.param(lambda: forward(Dropout(0.1)), 13, 4, id="forward of one layer, Dropout"),
         pytest.param(step, 84, 99, id="step() with 50 sites"),
-        pytest.param(injection, 107, 19, id="inject with 1 site"),  # 105 and 18 without other recipes
+        pytest.param(injection, 105, 17, id="inject with 1 site"),  # 103 and 16 without other recipes
     ],
 )
 def test_calls_and_files_stay_within_their_limits(action: Callable[[], Calls], most: int, files: int) -> None:
@@ -107,8 +107,8 @@ def test_figures_of_the_structure_stay_within_their_limits() -> None:
     assert len({name.split("/")[0] for name in texts}) <= 16
     assert sum(text.count("# type: ignore") for text in texts.values()) <= 15
     core = [text for name, text in texts.items() if name.startswith("core/")]
-    assert len(core) <= 27
-    assert sum(len(text.splitlines()) for text in core) <= 5583
+    assert len(core) <= 24
+    assert sum(len(text.splitlines()) for text in core) <= 5000
     assert len(members(hookdrop.Injection)) <= 22
     assert len(members(hookdrop.Regularizer)) <= 16
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
@@ -117,5 +117,5 @@ def test_figures_of_the_structure_stay_within_their_limits() -> None:
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     files = loaded.stdout.split()
     assert "accel/" not in loaded.stdout  # before a mask is drawn
-    assert len(files) <= 45
-    assert sum(len(Path(file).read_text().splitlines()) for file in files) <= 7720
+    assert len(files) <= 44
+    assert sum(len(Path(file).read_text().splitlines()) for file in files) <= 7200

@@ -13,9 +13,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, checkpoint_sequential
 
 from hookdrop import Dropout, HookdropWarning, Injection, LayerError, LinearSchedule, find, inject
-from hookdrop.core import checkpointing
 from hookdrop.core.torch_internals import graph_task
 from hookdrop.guards.progress import UPDATES_BEFORE_WARNING
+from hookdrop.training import checkpointing
 from tests.support.models import from_timm, mlp, toy
 from tests.support.regularizers import EVERY, REPRESENTATIVE, SITES, Case
 from tests.support.tensors import all_equal

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from hookdrop import Dropout, GaussianNoise, HookdropWarning, LinearSchedule, find, inject, update_bn
-from hookdrop.core import hook
+from hookdrop.training import checkpointing
 from tests.support.models import Small
 from tests.support.tensors import all_equal
 
@@ -101,7 +101,7 @@ def test_a_forward_without_gradients_warns_once_the_model_is_trained(model: Smal
 def test_training_with_gradients_does_not_look_at_its_callers(model: Small, images: Tensor, monkeypatch: Any) -> None:
     inject(model, Dropout(0.5), layers="layer1.*")
     calls: list[Any] = []
-    monkeypatch.setattr(hook, "collects_statistics", lambda: calls.append(1))
+    monkeypatch.setattr(checkpointing, "collects_statistics", lambda: calls.append(1))
     model(images).sum().backward()
     assert not calls
     train_without_gradients(model, images)

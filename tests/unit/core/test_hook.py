@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import Dropout, DropPath, LayerDrop, NEFTune, Regularizer, ShapeError, find, inject, without_hooks
-from hookdrop.core.needs import SampleRows
 from hookdrop.core.recipe import Recipe, RecipeSite
 from hookdrop.methods.skip_hook import SkipHook
+from hookdrop.regularizers.samples import SampleRows
 from tests.support.leaks import entries
 from tests.support.models import ROWS, Small, pair, toy
 
@@ -200,7 +200,7 @@ class TestAttentionMask:
             model(IDS, MASK[:, :3])
         assert torch.equal(noisy(model.embed, IDS), ALL)
         (hook,) = model.embed._forward_hooks.values()
-        assert hook.collected["attention_mask"].stack == []
+        assert hook.collected.calls["attention_mask"].stack == []
 
     @pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
     @pytest.mark.parametrize("in_thread", [False, True])

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import hookdrop
 from hookdrop import Dropout, HeadDropout, InjectionError, LinearSchedule, Rate, Regularizer, ShapeError, inject, plan
-from hookdrop.core.adapters import as_regularizer
 from hookdrop.core.parts import REGULARIZERS
+from hookdrop.core.spec import as_regularizer
 from hookdrop.functional import drop_block
 from tests.support.training import halve
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hookdrop
 from hookdrop import DropPath, HeadDropout, InjectionError, LayerDrop, LayerError, ShapeError, inject, plan
-from hookdrop.core.needs import SampleRows
 from hookdrop.functional import drop_path, head_dropout, layer_drop
+from hookdrop.regularizers.samples import SampleRows
 from tests.support.models import toy
 
 

@@ -13,16 +13,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookdrop.core import torch_internals as internals
+from hookdrop.core.hook import SiteHook
+from hookdrop.core.regularizer import CurrentRate
 from hookdrop.core.tensor_tree import tensors
-
-if TYPE_CHECKING:
-    from hookdrop.core.regularizer import CurrentRate
 
 Call = tuple[str, bool, int]  # site, training mode, and a fingerprint of the RNG state
 MAX_CALLS_PER_STATE = 8  # how many calls of one site with equal RNG states are distinguished
@@ -30,13 +29,8 @@ CAPACITY = 2**14  # how many calls are remembered: about 100 sites in 100 forwar
 CAPACITY_WITH_TENSORS = 64  # the same once a call holds tensors, such as an attention mask
 
 
-def may_be_recomputed() -> bool:
-    """Whether this may be a checkpointed forward: gradients are off, or saved-tensors hooks are active."""
-    if not torch.is_grad_enabled():
-        return not torch.is_inference_mode_enabled()
-    if internals.saved_tensors_hooks is not None:
-        return internals.saved_tensors_hooks(True) is not None
-    # PyTorch 2.6 and 2.7 cannot report it, but `checkpoint` is on the call stack.
+def is_checkpointed() -> bool:
+    """Whether a checkpoint is on the call stack, for versions of PyTorch that cannot report saved-tensors hooks."""
     return _checkpoint_code() in callers()
 
 
@@ -46,6 +40,14 @@ def _checkpoint_code() -> CodeType:
 
     code: CodeType = inspect.unwrap(checkpoint).__code__
     return code
+
+
+def callers() -> Iterator[CodeType]:
+    """Yield the code of each frame on the stack, from the innermost."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
 
 
 def running_checkpoint() -> tuple[bool, Any]:
@@ -58,34 +60,7 @@ def running_checkpoint() -> tuple[bool, Any]:
     return is_reentrant, hooks if hooked else None
 
 
-_COLLECTORS = frozenset({"update_bn", "bn_update", "update_bn_stats"})
-"""The functions that collect batch-norm statistics: of PyTorch, of the authors of SWA, and of fvcore and mmengine. Many
-projects copied one of them, so they are recognized by name."""
-
-
-def collects_statistics() -> bool:
-    """Whether batch-norm statistics are being collected, which hooks that drop make those of dropped activations.
-
-    Nothing else distinguishes these passes from those of a momentum encoder, which also run in training mode without
-    gradients.
-    """
-    return any(code.co_name in _COLLECTORS for code in callers())
-
-
-def is_inside_autograd_function() -> bool:
-    """Whether the forward of an autograd function is running, such as a reentrant checkpoint: gradients are off there.
-
-    Its first argument is the context that saves tensors for the backward pass.
-    """
-    return any(code.co_varnames[:1] == ("ctx",) for code in callers())
-
-
-def callers() -> Iterator[CodeType]:
-    """Yield the code of each frame on the stack, from the innermost."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_code
-        frame = frame.f_back
+# --- the calls that a backward pass may recompute
 
 
 class NotedCall(NamedTuple):
@@ -162,3 +137,96 @@ def _generator_states(x: Tensor | None) -> tuple[bytes, ...]:
             states.append(module.get_rng_state(*[x.device] * (x.device.type != "mps")))
     # The position and the first words of the Mersenne Twister identify its state as well as all 5,056 bytes.
     return tuple([ctypes.string_at(state.data_ptr(), min(64, state.numel())) for state in states])
+
+
+# --- what hooks do in a forward that may be recomputed, and in a recompute
+
+
+def note_forward(hook: SiteHook, module: nn.Module, value: Any, rate: CurrentRate | None) -> None:
+    """Remember the call for a recompute, and warn if this forward collects batch-norm statistics."""
+    live = hook.state.live
+    if live.checkpointed is None:
+        live.checkpointed = CheckpointedCalls()
+    collected = {} if hook.collected is None else hook.collected.values()
+    live.checkpointed.note((hook.site, module.training, _fingerprint(hook, value)), rate, collected)
+    drops = module.training and rate is not None and not rate.neutral and not hook.adds_to_loss
+    if drops and not torch.is_grad_enabled() and "without gradients" not in hook.state.warned_kinds:
+        _warn_without_gradients(hook)
+
+
+def recompute(hook: SiteHook, module: nn.Module, value: Any, rate: CurrentRate | None) -> Any:
+    """Run the hook inside a checkpoint's recompute, at the rate that the original forward used."""
+    calls = CheckpointedCalls() if hook.state.live.checkpointed is None else hook.state.live.checkpointed
+    if not calls and (rate is None or rate.neutral):
+        return None
+    before = _fingerprint(hook, value)
+    known = calls.find((hook.site, module.training, before))
+    rate = rate if known is None else known.rate
+    if rate is None or rate.neutral:
+        return None
+
+    def apply(x: Tensor, **context: Any) -> Tensor:
+        # The checkpoint may not run the modules around the layer again.
+        missing = {} if known is None or hook.collected is None else hook.collected.missing(known.collected)
+        try:
+            return hook.apply(x, rate, **(context | missing))
+        finally:
+            # A checkpoint stops the recompute by an exception once all saved tensors are available.
+            if known is None and calls.detects_redraws and _fingerprint(hook, value) != before:
+                hook.state.warn_once(
+                    "different mask",
+                    f"{hook.state.name!r}: {hook.site!r} ran in a backward pass with an RNG state that none of its "
+                    "forwards had. If an activation checkpoint recomputed it, its mask differs from that of the "
+                    "forward, and the gradients are wrong.\n"
+                    "  the checkpoint must restore the RNG state: remove preserve_rng_state=False. "
+                    "Inject or replace before the forward, not between forward and backward.",
+                )
+
+    return hook.edit(module, value, apply)
+
+
+def _fingerprint(hook: SiteHook, value: Any) -> int:
+    return rng_fingerprint(value[2] if hook.at == "output" else value)
+
+
+def _warn_without_gradients(hook: SiteHook) -> None:
+    """Warn about a forward in training mode without gradients, once the model is being trained."""
+    state, live = hook.state, hook.state.live
+    is_trained = live.update_counter is not None and not live.update_counter.copied and live.update_counter.updates
+    if collects_statistics():
+        state.warn_once(
+            "dropped statistics",
+            f"{state.name!r} drops activations while batch-norm statistics are collected, so these are wrong "
+            "for eval mode.\n  collect them with hookdrop.update_bn(loader, model), or inside: with "
+            "hookdrop.find(model).disabled(): ...",
+        )
+    elif is_trained and not live.contexts and live.observe is None and not is_inside_autograd_function():
+        state.warn_once(
+            "without gradients",
+            f"{state.name!r} drops in a forward in training mode without gradients (a reference model? a rollout? "
+            "an evaluation?).\n  call model.eval() before it, or run it inside: with "
+            "hookdrop.find(model).disabled(): ...\n  a method of a trainer: trainer.method = "
+            "hookdrop.find(model).disabled()(trainer.method)",
+        )
+
+
+_COLLECTORS = frozenset({"update_bn", "bn_update", "update_bn_stats"})
+"""The functions that collect batch-norm statistics: of PyTorch, of the authors of SWA, and of fvcore and mmengine. Many
+projects copied one of them, so they are recognized by name."""
+
+
+def collects_statistics() -> bool:
+    """Whether batch-norm statistics are being collected, which hooks that drop make those of dropped activations.
+
+    Nothing else distinguishes these passes from those of a momentum encoder, which also run in training mode without
+    gradients.
+    """
+    return any(code.co_name in _COLLECTORS for code in callers())
+
+
+def is_inside_autograd_function() -> bool:
+    """Whether the forward of an autograd function is running, such as a reentrant checkpoint: gradients are off there.
+
+    Its first argument is the context that saves tensors for the backward pass.
+    """
+    return any(code.co_varnames[:1] == ("ctx",) for code in callers())

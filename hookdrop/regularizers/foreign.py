@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hookdrop.core.errors import InjectionError
 from hookdrop.core.regularizer import Rate, Regularizer
 
 _SAME = ("AlphaDropout", "Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "DropPath", "FeatureAlphaDropout")
@@ -63,6 +61,10 @@ class ForeignModule(Regularizer):
         return f"{self!r} stores its rate as a Python float, which compiled code treats as a constant.\n  {instead}."
 
     @property
+    def _given(self) -> nn.Module:
+        return self.module
+
+    @property
     def title(self) -> str:
         return type(self.module).__name__
 
@@ -86,6 +88,10 @@ class ForeignFunction(Regularizer):
         super().__init__()
         self.function = function
 
+    @property
+    def _given(self) -> Callable[[Tensor], Tensor]:
+        return self.function
+
     def regularize(self, x: Tensor, rate: None) -> Tensor:
         return self.function(x)
 
@@ -97,40 +103,16 @@ class ForeignFunction(Regularizer):
         return self.title
 
 
-def as_regularizer(given: object) -> Regularizer:
-    """Convert a regularizer, a module without state or a function to a `Regularizer`, if it can be pickled."""
+def adapted(given: object) -> Regularizer:
+    """Return the adapter of another library's module without state, or of a function."""
     if isinstance(given, type):
         raise TypeError(f"the regularizer must be an instance, got the class: write {given.__name__}(...).")
-    found: Regularizer
     if isinstance(given, nn.Module):
-        if owned := [name for name, _ in (*given.named_parameters(), *given.named_buffers())]:
-            raise InjectionError(
-                f"{type(given).__name__} owns parameters or buffers ({', '.join(owned[:3])}), which the optimizer and "
-                "the state_dict would miss.\n  make it a layer of the model, or remove its state."
-            )
-        if isinstance(given, Regularizer):
-            found = given
-        elif rates := [name for name in RATE_NAMES if type(getattr(given, name, None)) in (int, float)]:
-            found = ForeignModule(given, rates[0])
-        else:
-            found = ForeignModuleWithoutRate(given)
-    elif callable(given):
-        found = ForeignFunction(given)
-    else:
-        raise TypeError(
-            f"the regularizer must be a module, a function, a string or a mapping, got {given!r} "
-            f"({type(given).__name__}).\n  for example: DropBlock(p=0.1, block_size=7)"
-        )
-    check_picklable(found, "the regularizer")
-    return found
-
-
-def check_picklable(value: object, what: str) -> None:
-    """Raise `InjectionError` if `value`, which a hook will hold, cannot be pickled."""
-    try:
-        pickle.dumps(value)
-    except Exception as error:
-        raise InjectionError(
-            f"{what} can't be pickled ({error}), so torch.save(model) and worker processes would fail.\n"
-            "  instead of a lambda or a local function, use a function or class at the top level of a module."
-        ) from error
+        rates = [name for name in RATE_NAMES if type(getattr(given, name, None)) in (int, float)]
+        return ForeignModule(given, rates[0]) if rates else ForeignModuleWithoutRate(given)
+    if callable(given):
+        return ForeignFunction(given)
+    raise TypeError(
+        f"the regularizer must be a module, a function, a string or a mapping, got {given!r} "
+        f"({type(given).__name__}).\n  for example: DropBlock(p=0.1, block_size=7)"
+    )
