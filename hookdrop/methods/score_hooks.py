@@ -148,7 +148,10 @@ class ScoreMode(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         if attn_mask is not None and is_causal:  # PyTorch 2.6 ignores one of them in some kernels
-            raise InjectionError("attention got attn_mask= and is_causal=True, of which PyTorch accepts only one.")
+            raise InjectionError(
+                f"{self.where}: attention got attn_mask= and is_causal=True, of which PyTorch accepts only one.\n"
+                "  pass is_causal=False and a mask that is causal: attn_mask & torch.ones_like(attn_mask).tril()"
+            )
         mask = self._regularized(scores := additive_mask(query, key, attn_mask, is_causal, enable_gqa))
         if mask is scores:  # only checked, which must not select another kernel
             return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -60,15 +60,18 @@ def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
             what = f"{rate.attribute} drops only if other modules train"
             raise _refused(survey.model, runners, runners[rate][0], what)
     drops = {op for rate in rates for op in arrivals.ops.get(rate, ())}
-    # A mask whose values are known may be left out.
     plain = survey.trace if fake == survey.is_fake else record(survey.model, survey.example.value, fake=fake)
     only_drop = _only_drop(plain, trace, names)
-    before = _steps(plain, names, only_drop, set(), set())
-    after = _steps(trace, names, only_drop, drops, arrivals.scales)
-    for old, new in zip_longest(before, after, fillvalue=(None, None, "")):
-        if old[0] != new[0]:
-            raise _refused(survey.model, runners, *_difference(old, new, names))
-    return runners
+    before = [*_steps(plain, names, only_drop, set())]
+    differences = []
+    for scales in (arrivals.scales, ()):  # eval mode leaves out a mask, or multiplies by what is not dropped
+        after = _steps(trace, names, only_drop, drops, scales)
+        pairs = zip_longest(before, after, fillvalue=(None, None, ""))
+        differing = next((pair for pair in pairs if pair[0][0] != pair[1][0]), None)
+        if differing is None:
+            return runners
+        differences.append(differing)
+    raise _refused(survey.model, runners, *_difference(*differences[0], names))
 
 
 def _difference(old: Step, new: Step, names: Collection[str]) -> tuple[str, str]:
@@ -109,9 +112,16 @@ def _effective(trace: Trace, names: Collection[str]) -> list[Op]:
 
 
 def _steps(
-    trace: Trace, names: Collection[str], only_drop: Collection[str], drops: Collection[Op], scales: Collection[float]
+    trace: Trace,
+    names: Collection[str],
+    only_drop: Collection[str],
+    drops: Collection[Op],
+    scales: Collection[float] = (),
 ) -> Iterator[Step]:
-    """Yield what a forward computes from the example and the weights, without these drops."""
+    """Yield what a forward computes from the example and the weights, without these drops.
+
+    With the `scales` of the drops, also without what applies masks.
+    """
     masks: set[Node] = set()  # tensors that are computed from the random numbers of drops
     for op in _effective(trace, names):
         if op.call is not None and any(one.name in only_drop for one in op.call.around()):
@@ -119,7 +129,7 @@ def _steps(
         computed = [node for node in op.inputs if node.is_data or node.has_weights or _is_given(node)]
         rate = 0.0 if op in drops or op.name not in (*DROPOUTS, *ATTENTION) else active_rate(op)
         is_masked = not masks.isdisjoint(op.inputs) or any(isinstance(arg, float) and arg in scales for arg in op.args)
-        applies = is_masked and len(computed) == 1 and op.name in _MASKS
+        applies = scales and is_masked and len(computed) == 1 and op.name in _MASKS
         if not computed:
             masks.update(op.outputs if op in drops or is_masked else ())
         elif not applies and (op.name not in _SAME or rate):
