@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 planned: list[Callable[[Any], None]] = []
-"""Called with the `Plan`, before an example runs: may add warnings."""
+"""Called with the `Plan`, once its sites are chosen: may add warnings."""
 
 placed: list[Callable[[Any, Any, Any], None]] = []
 """Called with (plan, state, sinks) when all sinks of an injection are placed."""

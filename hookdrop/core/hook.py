@@ -56,7 +56,7 @@ class SiteHook(PlacedHook, RateSink):
     def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
         self.site, self.p_scale, self.tensor, self.state = site.name, site.p_scale, plan.spec.tensor, state
         self.at: str = site.at  # `"output"` for a hook after the forward, any other place for a pre-hook
-        # `plan` checked that the regularizer can be pickled, and a deep copy takes ten times as long.
+        # `as_regularizer` checked that it can be pickled, and a deep copy takes ten times as long.
         regularizer: Regularizer = pickle.loads(pickle.dumps(site.regularizer))
         self.regularizer = regularizer
         self.collected: Any = PARTS["collected"](regularizer) if FROM_AROUND & {*regularizer.needs} else None
@@ -83,7 +83,7 @@ class SiteHook(PlacedHook, RateSink):
         rate = NO_RATE if value is None else CurrentRate(value, value == self.rate.neutral)
         self.set_rate(rate, self.state.on, self.state.sampling)
         reason = self.regularizer.graph_break
-        self.graph_break = compiling.graph_break(_apply, reason) if reason else None
+        self.graph_break = compiling.graph_break(_act, reason) if reason else None
         """How compiled code runs the regularizer if it cannot be part of the graph."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -303,14 +303,14 @@ def _notify(hook: SiteHook, module: nn.Module, value: Any) -> None:
         listener(hook, module, value)
 
 
-def _apply(hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
+def _act(hook: SiteHook, x: Tensor, rate: CurrentRate, **context: Any) -> Tensor:
     # Not `hook.apply`: a `SkipHook` saves its input differently in compiled code than in eager code.
     return hook.act(x, rate, **context)
 
 
 _NOTIFY = compiling.GraphBreak(_notify, "hookdrop checks the first calls.")
 _OBSERVED = compiling.GraphBreak(
-    _apply,
+    _act,
     "recording() needs tensor values, so it breaks the graph of code that is compiled for the first time inside.\n"
     "  call the compiled model once before recording().",
 )

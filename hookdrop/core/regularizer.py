@@ -110,7 +110,7 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     """What a hook passes to `regularize` by keyword, from the same call:
 
     * `"layer_input"`: the argument of the layer that the attribute `argument` names, if the class has one, or the only
-      tensor among the arguments with the shape of the output, or else the first;
+      tensor among the arguments with the shape of the output (an error if several have it), or else the first;
     * `"attention_mask"`: that of the innermost module around the layer that takes one, or None;
     * `"start"`: the value that the parameter had at the injection, for `at="parameters"`;
     * `"samples"`: the `SampleRows` of the tensor, according to the attribute `samples`;

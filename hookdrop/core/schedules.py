@@ -76,7 +76,7 @@ class Schedule(metaclass=NamedArguments):
 
     @property
     def peak(self) -> float | None:
-        """The largest multiplier, or None if it is not known in advance."""
+        """A bound that no multiplier exceeds, mostly the largest one; None if it is not known in advance."""
         return None
 
     @property

@@ -37,7 +37,7 @@ PLACES = ("output", "input", "parameters")
 class InjectionSpec(metaclass=NamedArguments):
     """The arguments of `inject`, for trainers that build the model later and for configuration files.
 
-    Strings work for all of them. They are parsed at once, so that a typo is found before the model is built, and never
+    Plain values work for all of them. Strings are parsed at once, so that a typo is found before the model is built, and never
     evaluated. `inject(model, spec, total_steps=N)` places it, and `plan(model, spec)` shows what that would do.
     Specs are equal if their settings are.
 

@@ -40,10 +40,10 @@ class LiveState:
         """Weak references to the hooks, so that a copy of one layer does not copy the others."""
         self.known_sites: set[str] = set()  # the sites of all current and former members
         self.follower: Follower | None = None
-        self.was_stepped = False  # whether anything has set the step count in this process
+        self.was_stepped = False  # whether `step`, `seek` or an optimizer has set the step count in this process
         self.steps_ahead: int | None = None
         """How many more steps a followed optimizer has taken, until the step is set; 0 if it does not tell."""
-        self.moves = 0  # how many times the step count changed
+        self.moves = 0  # how many times they changed it
         self.trained = False  # whether any hook ran in training mode
         self.hidden_count = 0  # how many active `without_hooks` contexts hide the hooks
         self.overrides: list[Override] = []  # the active overrides, innermost last
@@ -131,9 +131,6 @@ class InjectionState:
 
 
 # --- the rates: target x schedule x p_scale, set at all sinks or at none
-#
-# Each function takes the states of one or several injections, and acts on all sinks of each, also on those outside the
-# part of the model that a handle was made for.
 
 States = Sequence[InjectionState]
 
@@ -183,6 +180,9 @@ def set_targets(sinks: Sequence[RateSink], value: float) -> None:
 
 
 # --- changing rates
+#
+# Each function takes the states of one or several injections, and acts on all sinks of each, also on those outside the
+# part of the model that a handle was made for.
 
 
 def set_steps(states: States, step_of: Callable[[InjectionState], int]) -> list[InjectionState]:
