@@ -174,7 +174,7 @@ class SiteHook(PlacedHook, RateSink):
     def map(self, module: nn.Module, value: Any, fn: Callable[..., Tensor]) -> Any:
         """Apply `fn` to the site's tensor in `value`, with what the regularizer needs besides."""
         if self.collected is not None:
-            fn = partial(fn, **self.collected.values())
+            fn = partial(fn, **self.collected.values(self))
         if self.at == "output":
             return tensor_tree.map_tensor(value[2], self.tensor, fn)
         args, kwargs = value

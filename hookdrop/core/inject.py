@@ -139,7 +139,7 @@ def _plan(model: nn.Module, regularizer: Any, given: tuple[Any, ...], total_step
         if given != (None, (), "output", None, None, None, None, "error", False):
             raise TypeError("inject: a spec has all settings: pass only total_steps= and example_input= with it.")
         return make_plan(model, regularizer, total_steps, example)
-    if isinstance(model, Regularizer):
+    if isinstance(model, Regularizer | Recipe):
         raise TypeError(f"inject: the model comes first, then the regularizer; got {model!r} as the model.")
     spec = InjectionSpec(regularizer, *given)
     if isinstance(spec.source, Recipe):

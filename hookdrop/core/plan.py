@@ -240,6 +240,17 @@ def planned_site(
 
 def rate_factors(layers: list[Layer], p_scale: PScale) -> list[float]:
     """Return the rate factor of each layer: by depth, by pattern, or from a function."""
+    found = [
+        number(one, f"p_scale of {layer.name!r}", "inject")
+        for layer, one in zip(layers, _factors(layers, p_scale), strict=True)
+    ]
+    if negative := [(layer.name, one) for layer, one in zip(layers, found, strict=True) if one < 0]:
+        name, one = negative[0]
+        raise ValueError(f"inject: p_scale of {name!r} must be at least 0, got {one:g}.")
+    return found
+
+
+def _factors(layers: list[Layer], p_scale: PScale) -> list[Any]:
     if isinstance(p_scale, Mapping):
         found = values_by_entry(layers, p_scale, "p_scale", "selected layers")
         return [found.get(layer.name, 1.0) for layer in layers]
@@ -262,9 +273,7 @@ def scale(sites: list[PlannedSite], scales: list[float]) -> None:
             continue
         if site.regularizer is not None and rate_of(site.regularizer) is None:
             raise InjectionError(f"p_scale: {site.regularizer!r} has no rate to scale.")
-        site.p_scale = number(factor, f"p_scale of {site.name!r}", "inject")
-        if site.p_scale < 0:
-            raise ValueError(f"inject: p_scale of {site.name!r} must be at least 0, got {site.p_scale:g}.")
+        site.p_scale = factor
 
 
 def _check_rate(site: PlannedSite, schedule: Schedule | None) -> None:

@@ -37,9 +37,9 @@ PLACES = ("output", "input", "parameters")
 class InjectionSpec(metaclass=NamedArguments):
     """The arguments of `inject`, for trainers that build the model later and for configuration files.
 
-    Plain values work for all of them. Strings are parsed at once, so that a typo is found before the model is built, and never
-    evaluated. `inject(model, spec, total_steps=N)` places it, and `plan(model, spec)` shows what that would do.
-    Specs are equal if their settings are.
+    Plain values work for all of them. Strings are parsed at once, so that a typo is found before the model is built,
+    and never evaluated. `inject(model, spec, total_steps=N)` places it, and `plan(model, spec)` shows what that would
+    do. Specs are equal if their settings are.
 
     Args:
         regularizer: a string such as `"DropBlock(p=0.1, block_size=7)"` or `"stochastic_depth(p=0.1)"`, or what

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -106,6 +106,8 @@ def qualified_name(thing: Any) -> str:
 
 def _names_of(allow: Allowed) -> dict[str, Any]:
     """Return what is allowed by full name, and by its own name unless that is ambiguous or one of hookdrop."""
+    if not isinstance(allow, Sequence) or isinstance(allow, str):
+        raise TypeError(f"allow must be a list of classes and functions, got {allow!r}: write allow=[...].")
     full = {qualified_name(each): each for each in allow}
     count = Counter(each.__name__ for each in full.values())
     own = {each.__name__: each for each in full.values() if count[each.__name__] == 1}
@@ -126,7 +128,7 @@ def _read(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
             )
         raise _unreadable(text)
     if name not in known_names() and name not in allowed:
-        raise ValueError(_unknown(name))
+        raise ValueError(_unknown(name, allowed))
     make = allowed.get(name) or _named(name)
     args = [_value(arg, text, allowed) for arg in node.args]
     kwargs = {str(keyword.arg): _value(keyword.value, text, allowed) for keyword in node.keywords}
@@ -163,9 +165,11 @@ def _named(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, allowed: Mapping[str, Any]) -> str:
     if "." in name:
         own = name.rpartition(".")[2]
+        if full := [other for other in allowed if other.endswith(f".{own}")]:
+            return f"parse: {name!r} is not a full name.\n  write {full[0]!r}"
         hint = f"write {own!r}, or " if own in known_names() else ""
         return f"parse: {name!r} is not part of hookdrop.\n  {hint}if you trust it: from_dict(..., allow=[{name}])"
     near = nearest(name, known_names())

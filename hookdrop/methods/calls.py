@@ -34,6 +34,11 @@ class CallValue(threading.local):
         self.frames.pop()
         return self.stack.pop()
 
+    def settle(self) -> None:
+        """Remove the values of calls that an interrupt has ended: PyTorch then runs no more hooks."""
+        while self.is_left:
+            self.end()
+
     @property
     def is_left(self) -> bool:
         """Whether the value is of a call that an interrupt, or an error in compiled code, has ended."""

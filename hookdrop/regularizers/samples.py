@@ -22,6 +22,8 @@ class SampleRows:
 
     def samples(self, x: Tensor) -> int:
         """The number of samples in `x`, into which the rows must divide."""
+        if not -x.dim() <= self.axis < x.dim():
+            raise ShapeError(f"got {tuple(x.shape)}, which has no axis {self.axis}, that of the samples.")
         size = x.shape[self.axis]
         if self.count is None:
             return size
@@ -46,7 +48,7 @@ def sample_place(value: object, owner: str) -> SamplePlace | None:
     match value:
         case None:
             return None
-        case (str() | None as module, int() as axis, bool() as interleaved):
+        case (str() | None as module, int() as axis, bool() as interleaved) if axis is not True and axis is not False:
             return module, axis, interleaved
     raise TypeError(f"{owner}: samples must be None or (module, axis, interleaved), got {value!r}.")
 

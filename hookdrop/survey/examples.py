@@ -49,7 +49,7 @@ class Example:
             if x.is_floating_point():
                 scale = 1.0 if x[0].numel() < 2 or not x[0].std() else x[0].std()
                 x = x + torch.randn(x.shape, generator=generator).to(x) * scale
-            elif is_first and (x[1:] == x[:-1]).flatten(1).all(1).any():
+            elif is_first and (x[1:] == x[:-1]).unsqueeze(1).flatten(1).all(1).any():
                 x[1::2] = int(not x.any())
             return x[list(rows)]
 

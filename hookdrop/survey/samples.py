@@ -36,8 +36,8 @@ class Samples:
     interleaved: bool = False
     """Whether sample i has the rows i, i + N, ..., as in (T N), and not consecutive ones, as in (N T)."""
     module: str | None = None
-    """The innermost module around the layer whose first input has one row for each sample. None if it is not needed,
-    because the tensor has one row for each sample too."""
+    """The innermost module around the layer whose first input, preferably of floating-point numbers, has one row for
+    each sample. None if it is not needed, because the tensor has one row for each sample too."""
 
     @property
     def argument(self) -> tuple[str | None, int, bool] | None:
@@ -90,7 +90,8 @@ def _growing(two: tuple[int, ...], three: tuple[int, ...]) -> Samples | str:
 def _module_with_batch(two: Call, three: Call) -> str | None:
     """Return the innermost call around a layer whose first input has one row of axis 0 for each sample."""
     for outer, other in zip(two.around(), three.around(), strict=False):
-        sizes = [call.inputs[0].shape[:1] for call in (outer, other) if call.inputs]
+        inputs = [sorted(call.inputs, key=lambda node: not node.fits) for call in (outer, other)]
+        sizes = [nodes[0].shape[:1] for nodes in inputs if nodes]
         if outer is not two and sizes == [(2,), (3,)]:
             return outer.name
     return None

@@ -24,9 +24,9 @@ from hookdrop.core.regularizer import CurrentRate
 from hookdrop.core.tensor_tree import tensors
 
 Call = tuple[str, bool, int]  # site, training mode, and a fingerprint of the RNG state
-MAX_CALLS_PER_STATE = 8  # how many calls of one site with equal RNG states are distinguished
+MAX_CALLS_PER_STATE = 64  # how many calls of one site with equal RNG states are distinguished
 CAPACITY = 2**14  # how many calls are remembered: about 100 sites in 100 forward passes
-CAPACITY_WITH_TENSORS = 64  # the same once a call holds tensors, such as an attention mask
+CAPACITY_WITH_TENSORS = 64  # how many calls of each site, once they hold tensors, such as an attention mask
 
 
 def is_checkpointed() -> bool:
@@ -82,14 +82,14 @@ class CheckpointedCalls(dict[Call, list[NotedCall]]):
         # Before PyTorch 2.8, composable checkpoints are not detected: they are not on the call stack.
         return self.complete and (internals.saved_tensors_hooks is not None or bool(self))
 
-    def note(self, call: Call, rate: CurrentRate | None, collected: Mapping[str, Any]) -> None:
-        """Remember a call, and forget the oldest if there are too many."""
+    def note(self, call: Call, rate: CurrentRate | None, collected: Mapping[str, Any], sites: int) -> None:
+        """Remember a call of one of these `sites`, and forget the oldest if there are too many."""
         same_state = self.pop(call, [])
         # If nothing is drawn, as inside `disabled`, the next forward starts from the same RNG state.
         noted = NotedCall(internals.sequence_number(), torch.is_grad_enabled(), rate, collected)
         self[call] = [*same_state[1 - MAX_CALLS_PER_STATE :], noted]
         holds_tensors = any(isinstance(value, Tensor) for value in collected.values())
-        while len(self) > (CAPACITY_WITH_TENSORS if holds_tensors else CAPACITY):
+        while len(self) > (min(CAPACITY, CAPACITY_WITH_TENSORS * sites) if holds_tensors else CAPACITY):
             del self[next(iter(self))]
             self.complete = False
 
@@ -147,8 +147,10 @@ def note_forward(hook: SiteHook, module: nn.Module, value: Any, rate: CurrentRat
     live = hook.state.live
     if live.checkpointed is None:
         live.checkpointed = CheckpointedCalls()
-    collected = {} if hook.collected is None else hook.collected.values()
-    live.checkpointed.note((hook.site, module.training, _fingerprint(hook, value)), rate, collected)
+    collected = {} if hook.collected is None else hook.collected.values(hook)
+    live.checkpointed.note(
+        (hook.site, module.training, _fingerprint(hook, value)), rate, collected, len(live.known_sites)
+    )
     drops = module.training and rate is not None and not rate.neutral and not hook.adds_to_loss
     if drops and not torch.is_grad_enabled() and "without gradients" not in hook.state.warned_kinds:
         _warn_without_gradients(hook)
@@ -168,6 +170,13 @@ def recompute(hook: SiteHook, module: nn.Module, value: Any, rate: CurrentRate |
     def apply(x: Tensor, **context: Any) -> Tensor:
         # The checkpoint may not run the modules around the layer again.
         missing = {} if known is None or hook.collected is None else hook.collected.missing(known.collected)
+        if known is None and hook.collected is not None and not calls.complete:
+            hook.state.warn_once(
+                "forgotten call",
+                f"{hook.where} runs again in a backward pass, and what it got in the forward, such as its attention "
+                f"mask, is forgotten after {CAPACITY_WITH_TENSORS} forwards, so the gradients may be wrong.\n"
+                "  call backward() after fewer forwards, or checkpoint a module around the one that gets the mask.",
+            )
         try:
             return hook.apply(x, rate, **(context | missing))
         finally:

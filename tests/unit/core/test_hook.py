@@ -3,6 +3,8 @@
 import copy
 import gc
 import threading
+from contextlib import nullcontext
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -11,10 +13,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookdrop
-from hookdrop import Dropout, DropPath, LayerDrop, NEFTune, Regularizer, ShapeError, find, inject, without_hooks
+from hookdrop import (
+    Dropout,
+    DropPath,
+    HookdropWarning,
+    LayerDrop,
+    NEFTune,
+    Regularizer,
+    ShapeError,
+    find,
+    inject,
+    without_hooks,
+)
 from hookdrop.core.recipe import Recipe, RecipeSite
 from hookdrop.methods.skip_hook import SkipHook
 from hookdrop.regularizers.samples import SampleRows
+from hookdrop.training import checkpointing
 from tests.support.leaks import entries
 from tests.support.models import ROWS, Small, pair, toy
 
@@ -164,9 +178,9 @@ class TokenModel(nn.Module):
         super().__init__()
         self.embed, self.how = nn.Embedding(50, 16), how
 
-    def forward(self, ids: Tensor, attention_mask: Any = None, fail: bool = False) -> Tensor:
+    def forward(self, ids: Tensor, attention_mask: Any = None, fail: Any = None) -> Tensor:
         if fail:
-            raise RuntimeError
+            raise fail
         if not self.how:
             return self.embed(ids)
         scale = torch.ones((), requires_grad=True)  # a reentrant checkpoint needs an argument with a gradient
@@ -192,13 +206,15 @@ class TestAttentionMask:
         assert torch.equal(noisy(model, IDS, MASK), MASK == 1)
         assert torch.equal(noisy(model, IDS), ALL)
 
-    def test_an_error_leaves_nothing_behind(self) -> None:
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_an_error_or_an_interrupt_leaves_nothing_behind(self, error: type[BaseException]) -> None:
         model = masked()
-        with pytest.raises(RuntimeError):
-            model(IDS, MASK, fail=True)
         with pytest.raises(ShapeError):
             model(IDS, MASK[:, :3])
-        assert torch.equal(noisy(model.embed, IDS), ALL)
+        with pytest.raises(error):
+            model(IDS, MASK, fail=error)
+        with pytest.warns(HookdropWarning, match="is not running, so padding is regularized too"):
+            assert torch.equal(noisy(model.embed, IDS), ALL)
         (hook,) = model.embed._forward_hooks.values()
         assert hook.collected.calls["attention_mask"].stack == []
 
@@ -229,7 +245,8 @@ class TestAttentionMask:
         thread.start()
         started.wait(60)
         try:
-            assert torch.equal(noisy(model.embed, IDS), ALL)
+            with nullcontext() if compiled else pytest.warns(HookdropWarning):
+                assert torch.equal(noisy(model.embed, IDS), ALL)
         finally:
             finish.set()
             thread.join()
@@ -239,6 +256,25 @@ class TestAttentionMask:
         twin = copy.deepcopy(model)
         model.embed._forward_hooks.clear()
         assert torch.equal(noisy(twin, IDS, MASK), MASK == 1)
+
+    def test_all_layers_of_a_deep_model_recompute_with_theirs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """More sites than forwards that are remembered. Those that are forgotten are named."""
+
+        def gradient(call: Any) -> Any:
+            torch.manual_seed(0)
+            parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(70))
+            model = toy(
+                lambda m, x, attention_mask: reduce(lambda y, part: call(part, y), m.parts, x).sum(), parts=parts
+            )
+            inject(model, NEFTune(5, attention_mask=True), layers="parts.*.0")
+            (model(torch.ones(2, 3, 4), torch.eye(2, 3)) + model(torch.ones(2, 3, 4), torch.ones(2, 3))).backward()
+            return parts[0][0].weight.grad
+
+        again = partial(checkpoint, use_reentrant=False)
+        assert torch.equal(gradient(again), gradient(lambda part, x: part(x)))
+        monkeypatch.setattr(checkpointing, "CAPACITY_WITH_TENSORS", 1)
+        with pytest.warns(HookdropWarning, match="is forgotten after 1 forwards"):
+            gradient(again)
 
 
 class Sees(Regularizer):
@@ -255,7 +291,7 @@ class Sees(Regularizer):
 
 
 def windowed() -> Any:
-    return toy(lambda m, x: m.inner(x.view(-1, 4)), inner=nn.Linear(4, 4))
+    return toy(lambda m, x, n=None: m.inner(x.view(-1, 4)), inner=nn.Linear(4, 4))
 
 
 def test_the_number_of_samples_is_that_of_the_module_around() -> None:
@@ -265,7 +301,8 @@ def test_the_number_of_samples_is_that_of_the_module_around() -> None:
     model(torch.zeros(3, 8))
     model(torch.zeros(5, 8))
     model.inner(torch.zeros(3, 4))
-    assert Sees.seen == [SampleRows(0, False, 3), SampleRows(0, False, 5), SampleRows()]
+    model(n=torch.zeros(7, dtype=torch.long), x=torch.zeros(3, 8))  # integers may be lengths
+    assert Sees.seen == [SampleRows(0, False, 3), SampleRows(0, False, 5), SampleRows(), SampleRows(0, False, 3)]
     with inject(model, Sees(), layers="inner", on_existing="replace"):  # without a fact, each row is a sample
         model(torch.zeros(3, 8))
     assert Sees.seen[-1] is None

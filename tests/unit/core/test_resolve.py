@@ -55,6 +55,7 @@ INVALID: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "p_scale a number": (ValueError, {"p_scale": 0.5}),
     "p_scale negative": (ValueError, {"p_scale": {"layer1.0": -1}}),
     "p_scale not a number": (TypeError, {"p_scale": {"layer1.0": "a"}}),
+    "p_scale not a number, with a recipe": (TypeError, mapping("stochastic_depth(p=0.1)") | {"p_scale": {"*.0": True}}),
     "p_scale of one site from zero": (ValueError, {"layers": "fc", "p_scale": "depth_from_zero"}),
     "a rate above 1 by p_scale": (ValueError, {"p_scale": {"layer1.0": 20}}),
     "a schedule class": (TypeError, {"schedule": LinearSchedule}),

@@ -156,6 +156,10 @@ class TestRoundTrip:
         other = type("OwnRamp", (OwnRamp,), {"__module__": "elsewhere"})
         with pytest.raises(ValueError):
             InjectionSpec.from_dict(short, allow=[OwnRamp, other])  # which one?
+        with pytest.raises(ValueError, match="write 'torch.nn.modules.dropout.Dropout'"):
+            InjectionSpec.from_dict({"regularizer": "nn.Dropout(0.1)"}, allow=[nn.Dropout])
+        with pytest.raises(TypeError, match="must be a list"):
+            InjectionSpec.from_dict(short, allow=OwnRamp)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         ("settings", "hidden"),

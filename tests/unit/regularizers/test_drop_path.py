@@ -386,11 +386,17 @@ class TestSamples:
         assert torch.equal(y, y[:, :1].expand_as(y))
         assert len(y[:, 0].unique(dim=0)) > 1
 
-    def test_rows_that_do_not_divide_raise(self) -> None:
-        with pytest.raises(ValueError):
-            DropPath(0.5, "batch", samples=("a", 0, False))
-        with pytest.raises(ShapeError):
-            DropPath(0.5, samples=("", 0, False)).regularize(torch.ones(5, 2), 0.5, samples=SampleRows(0, False, 2))
+    def test_wrong_places_and_rows_that_do_not_divide_raise(self) -> None:
+        for error, mode, place in ((ValueError, "batch", ("a", 0, False)), (TypeError, "row", ("a", True, False))):
+            with pytest.raises(error):
+                DropPath(0.5, mode, samples=place)
+        with pytest.raises(LayerError):
+            inject(nn.Sequential(nn.Identity()), DropPath(0.5, samples=("a", 0, False)), layers="0")
+        for axis in (0, 9):
+            with pytest.raises(ShapeError):
+                DropPath(0.5, samples=("", axis, False)).regularize(
+                    torch.ones(5, 2), 0.5, samples=SampleRows(axis, False, 2)
+                )
 
 
 def attend(m: Any, x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import weight_norm
 
-from hookdrop import HeadDropout, InjectionError, find, inject, plan
+from hookdrop import DropPath, HeadDropout, InjectionError, find, inject, plan
 from hookdrop.recipes import head_dropout, residual_dropout, stochastic_depth
 from hookdrop.survey.facts import survey
 from hookdrop.survey.trace import record
@@ -75,6 +75,14 @@ def test_hooks_of_other_code_get_values_or_are_not_called() -> None:
         assert kept.pop() is not None
     assert {type(one) for one in kept} <= {Tensor, float}
     assert survey(model, X).is_fake
+
+
+@pytest.mark.parametrize("rest", [(), (torch.randn(3, 8),)])
+def test_an_example_may_begin_with_one_integer_for_each_sample(rest: Any) -> None:
+    """Such as the time steps of a diffusion model."""
+    model = toy(lambda m, t, x=0.0: (h := m.embed(t) + x) + m.part(h), embed=nn.Embedding(9, 8), part=nn.Linear(8, 8))
+    found = plan(model, DropPath(0.1), layers="part", example_input=(torch.tensor([1, 2, 3]), *rest))
+    assert found.sites[0].reading == "N=3"
 
 
 def test_heads_are_those_of_the_current_settings() -> None:
