@@ -94,8 +94,9 @@ class stochastic_depth(Recipe):
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         groups = {site.group for site in sites}
-        left_out = [branch for branch in survey.branches if branch.layer not in groups]
-        reasons = [(self._refusal(survey, branch), branch.layer) for branch in left_out]
+        # Where a layer has sites at other branches, the end of the branch says which one is left out.
+        named = [(branch, branch.end if branch.layer in groups else branch.layer) for branch in survey.branches]
+        reasons = [(self._refusal(survey, branch), name) for branch, name in named]
         return _skipped_warnings(survey, {branch.layer for branch in survey.branches}, reasons)
 
 

@@ -295,6 +295,16 @@ def test_branches_inside_another_are_named() -> None:
     assert "'0.inner', '1.inner': its residual branches are inside another one" in found.warnings[0]
 
 
+def test_a_branch_that_is_left_out_beside_a_site_is_named() -> None:
+    """The windows of a sample are known by an experiment, which takes values."""
+    windows = lambda m, x: (h := x + m.a(x.view(-1, 4)).view_as(x)) + m.b(h)
+    with torch.device("meta"):
+        model, x = toy(windows, a=nn.Linear(4, 4), b=nn.Linear(8, 8)), torch.ones(4, 8)
+    found = plan(model, stochastic_depth(0.1), example_input=x)
+    assert [site.name for site in found.sites] == ["b"]
+    assert "'a': the samples are unknown there" in found.warnings[0]
+
+
 def test_a_part_of_a_tensor_that_is_added() -> None:
     """The rest goes on with the sum, as in a ReXNet, or to another sum."""
     joined = block(lambda m, x: torch.cat([(y := m.f(m.p(x)))[..., :4] + x[..., :4], y[..., 4:]], -1))
