@@ -258,8 +258,6 @@ class TestAttentionMask:
         assert torch.equal(noisy(twin, IDS, MASK), MASK == 1)
 
     def test_all_layers_of_a_deep_model_recompute_with_theirs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """More sites than forwards that are remembered. Those that are forgotten are named."""
-
         def gradient(call: Any) -> Any:
             torch.manual_seed(0)
             parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(70))

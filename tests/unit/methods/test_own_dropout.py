@@ -78,11 +78,6 @@ def in_the_code(m: Any, x: Tensor) -> Tensor:
     return F.dropout(drops(m, x, 0.25), training=m.training)
 
 
-def positions(m: Any, x: Tensor) -> Tensor:
-    """Drops numbers that do not depend on the example, and multiplies with them in both modes, as LASR does."""
-    return m.norm(m.linear(x)) * F.dropout(torch.arange(8.0).cos(), m.p, m.training)
-
-
 def attending() -> nn.Module:
     return toy(attention, p=0.3, qkv=nn.Linear(8, 24))
 
@@ -101,7 +96,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "a configuration": lambda: toy_block(of_a_configuration, config=SimpleNamespace(dropout=0.3, layerdrop=0.4)),
     "attention": lambda: nn.Sequential(attending()),
     "a test of values": lambda: nn.Sequential(toy_block(checks_values)),
-    "positions": lambda: nn.Sequential(toy_block(positions)),
+    "positions": lambda: nn.Sequential(
+        toy_block(lambda m, x: m.norm(m.linear(x)) * F.dropout(torch.arange(8.0), m.p, m.training))
+    ),
     "the model itself": Block,
     "rates in the code": lambda: nn.Sequential(toy_block(in_the_code), toy(lambda m, x: F.dropout(x, 0.2, m.training))),
     "fused attention with a rate in the code": lambda: nn.Sequential(

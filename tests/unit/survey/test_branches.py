@@ -296,7 +296,6 @@ def test_branches_inside_another_are_named() -> None:
 
 
 def test_a_branch_that_is_left_out_beside_a_site_is_named() -> None:
-    """The windows of a sample are known by an experiment, which takes values."""
     windows = lambda m, x: (h := x + m.a(x.view(-1, 4)).view_as(x)) + m.b(h)
     with torch.device("meta"):
         model, x = toy(windows, a=nn.Linear(4, 4), b=nn.Linear(8, 8)), torch.ones(4, 8)

@@ -79,7 +79,6 @@ def test_hooks_of_other_code_get_values_or_are_not_called() -> None:
 
 @pytest.mark.parametrize("rest", [(), (torch.randn(3, 8),)])
 def test_an_example_may_begin_with_one_integer_for_each_sample(rest: Any) -> None:
-    """Such as the time steps of a diffusion model."""
     model = toy(lambda m, t, x=0.0: (h := m.embed(t) + x) + m.part(h), embed=nn.Embedding(9, 8), part=nn.Linear(8, 8))
     found = plan(model, DropPath(0.1), layers="part", example_input=(torch.tensor([1, 2, 3]), *rest))
     assert found.sites[0].reading == "N=3"
