@@ -56,7 +56,7 @@ class SiteHook(PlacedHook, RateSink):
     def __init__(self, site: Any, plan: Any, state: InjectionState) -> None:
         self.site, self.p_scale, self.tensor, self.state = site.name, site.p_scale, plan.spec.tensor, state
         self.at: str = site.at  # `"output"` for a hook after the forward, any other place for a pre-hook
-        # `as_regularizer` checked that it can be pickled, and a deep copy takes ten times as long.
+        # The plan checked that it, or its recipe, can be pickled, and a deep copy takes ten times as long.
         regularizer: Regularizer = pickle.loads(pickle.dumps(site.regularizer))
         self.regularizer = regularizer
         self.collected: Any = PARTS["collected"](regularizer) if FROM_AROUND & {*regularizer.needs} else None

@@ -60,9 +60,9 @@ class Rate:
 
 
 SamplePlace = tuple[str | None, int, bool]
-"""(module, axis, interleaved): the module whose first input has one row of axis 0 for each sample, the axis of the
-samples in the regularized tensor, and whether sample i of N has its rows i, i + N, ..., and not consecutive ones. The
-module is None if the tensor has one row for each sample too. A plain tuple, so that a text form is a literal."""
+"""(module, axis, interleaved): the module whose first floating-point input, or else its first, has one row for each
+sample; the axis of the samples in the regularized tensor; whether sample i of N has the rows i, i + N, ..., and not
+consecutive ones. No module if the tensor has one row for each sample. A plain tuple, so that a text is a literal."""
 
 FROM_AROUND = frozenset({"attention_mask", "samples"})
 """The needs of regularizers that modules around the layer have."""
