@@ -15,8 +15,9 @@ import importlib.util
 import math
 import os
 import shutil
+from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,7 +35,6 @@ _SEED_BITS, _SEED_WORDS = 31, 2  # as in triton_kernels.py
 _MAX_HALO = 4096  # words: a block that spans 131,072 elements of a map does not fit into the registers
 _MAX_SAMPLE, _MAX_ELEMENTS = 2**30, 2**32  # offsets within a sample and counts of dropped elements have 32 bits
 _ROWS = 64
-_device_of: Any = torch.cuda.device_of
 
 
 _works: dict[int | None, bool] = {}
@@ -74,8 +74,9 @@ def _fault(device: torch.device) -> str:
     seed, rate = (123456789, 987654321), 0.03
     for normalize, last, dtype in (("batch", False, torch.float32), ("expected", True, torch.float16)):
         blocks = Blocks(2, 8, (28, 27), (7, 4))
-        state = torch.tensor([*seed, 0], device="cpu").to(device)
-        packed = _draw(blocks, rate, normalize, state)
+        for _ in "ab":  # a second launch takes another way
+            state = torch.tensor([*seed, 0], device="cpu").to(device)
+            packed = _draw(blocks, rate, normalize, state)
         rows = rows_of_seed(blocks, seed[0] | seed[1] << _SEED_BITS, _fixed_point(rate))
         if not torch.equal(packed.cpu(), blocks.packed(rows)):
             return "the masks differ from those of PyTorch operations"
@@ -86,7 +87,8 @@ def _fault(device: torch.device) -> str:
         x = x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
         scale = ACCELERATOR.scale_of_counters(state.cpu(), blocks) if counted else constant
         expected = torch.where(blocks.mask(rows), 0.0, x.float() * scale)
-        y = _mask(x.to(device), packed, state if counted else constant, blocks)
+        x = x.to(device)
+        y = [_mask(x, packed, state if counted else constant, blocks) for _ in "ab"][-1]
         if y is None or not torch.allclose(y.cpu().float(), expected, rtol=4 * torch.finfo(dtype).eps, atol=0.0):
             return "the results differ from those of PyTorch operations"
     return ""
@@ -137,54 +139,82 @@ class TritonKernels(Accelerator):
 ACCELERATOR = TritonKernels()
 
 
+class _Launch:
+    """A kernel with its grid and the arguments that its geometry determines."""
+
+    def __init__(self, kernel: Any, programs: int, fixed: tuple[int, ...], constants: dict[str, int], **options: int):
+        self.kernel, self.grid, self.fixed = kernel, (programs, 1, 1), (*fixed, *constants.values())
+        self.options = {"enable_fp_fusion": False, **options}
+        self.compiled: Any = None
+
+    def __call__(self, *args: Any) -> None:
+        if self.compiled is not None:
+            # Without Triton's search for the compiled kernel, which takes longer than the launch.
+            self.compiled(*args, *self.fixed)
+        elif (compiled := self.kernel[self.grid](*args, *self.fixed, **self.options)) is not None:
+            self.compiled = compiled[self.grid]
+
+
 def _draw(blocks: Blocks, rate: float, normalize: str | None, state: Tensor) -> Tensor:
     """Draw masks, and count in `state`, the counters."""
+    packed = torch.empty(blocks.packed_size, dtype=torch.uint8, device=state.device)
+    with _on_device(packed):
+        _drawing(blocks, normalize, state.device)(packed.view(torch.int32), state, _fixed_point(rate))
+    return packed
+
+
+@lru_cache(maxsize=1024)
+def _drawing(blocks: Blocks, normalize: str | None, device: torch.device) -> _Launch:
     from hookdrop.accel.triton_kernels import draw_kernel
 
-    packed = torch.empty(blocks.packed_size, dtype=torch.uint8, device=state.device)
-    words, halo = packed.shape[1] // 4, _halo(blocks)
+    words, halo = blocks.packed_size[1] // 4, _halo(blocks)
     lanes = _lanes(words, halo)
     tiles = -(-words // (lanes - halo))
-    per_sample = int(normalize == "sample")
-    with _device_of(packed):
-        draw_kernel[(blocks.samples * tiles,)](
-            *(packed.view(torch.int32), state, _fixed_point(rate)),
-            *(tiles, words, halo, blocks.elements_per_sample),
-            *(*three_axes(blocks.sizes), *three_axes(blocks.blocks), per_sample),
-            COUNT=normalize in COUNTED,
-            LANES=lanes,
-            num_warps=min(max(lanes // 32, 1), 16),
-            enable_fp_fusion=False,
-        )
-    return packed
+    geometry = *three_axes(blocks.sizes), *three_axes(blocks.blocks), int(normalize == "sample")
+    fixed = tiles, words, halo, blocks.elements_per_sample, *geometry
+    constants = {"COUNT": normalize in COUNTED, "LANES": lanes}
+    return _Launch(draw_kernel, blocks.samples * tiles, fixed, constants, num_warps=min(max(lanes // 32, 1), 16))
 
 
 def _mask(x: Tensor, packed: Tensor, scale: Tensor, blocks: Blocks) -> Tensor | None:
     counted = scale.dtype == torch.int64
     if _strides(blocks, x.shape, x.stride()) is None:
         x = x.clone()  # dense, for example if it was expanded
-    if (strides := _strides(blocks, x.shape, x.stride())) is None:
-        return None
-    from hookdrop.accel.triton_kernels import mask_kernel
-
+        if _strides(blocks, x.shape, x.stride()) is None:
+            return None
     y, bits = torch.empty_like(x), packed.contiguous().view(torch.int32)
-    groups, length, group_stride, stride, bit_stride = strides
-    tiles = -(-groups * -(-length // 32) // _ROWS)
-    scales = scale.numel() - _SEED_WORDS if counted else 1
-    with _device_of(x):
-        mask_kernel[(blocks.samples * tiles,)](
-            *(y, x, bits, scale if counted else bits, 1.0 if counted else scale.item()),
-            *(blocks.samples // scales * blocks.elements_per_sample, tiles, bits.shape[1]),
-            *(groups, length, groups * length, group_stride, stride, bit_stride, int(scales > 1)),
-            COUNTED=counted,
-            ALIGNED=bit_stride % 32 == 0,
-            GROUPS_FASTEST=group_stride == 1,
-            ROWS=_ROWS,
-            enable_fp_fusion=False,
-        )
+    state, factor = (scale, 1.0) if counted else (bits, scale.item())
+    aligned = (x.data_ptr() | bits.data_ptr() | state.data_ptr()) % 16 == 0
+    kind = x.shape, x.stride(), x.dtype, x.device, aligned, scale.numel() - _SEED_WORDS if counted else 0
+    with _on_device(x):
+        _masking(blocks, *kind)(y, x, bits, state, factor)
     return y
 
 
+@lru_cache(maxsize=1024)
+def _masking(blocks: Blocks, shape: tuple[int, ...], strides: tuple[int, ...], *kind: Any) -> _Launch:
+    """`kind` is what Triton compiles another kernel for, and the number of counters, 0 for a constant scale."""
+    from hookdrop.accel.triton_kernels import mask_kernel
+
+    counters = kind[-1]
+    groups, length, group_stride, stride, bit_stride = cast("tuple[int, ...]", _strides(blocks, shape, strides))
+    tiles = -(-groups * -(-length // 32) // _ROWS)
+    elements = blocks.samples // max(counters, 1) * blocks.elements_per_sample
+    geometry = groups, length, groups * length, group_stride, stride, bit_stride, int(counters > 1)
+    constants = {"COUNTED": counters > 0, "ALIGNED": bit_stride % 32 == 0, "GROUPS_FASTEST": group_stride == 1}
+    fixed = elements, tiles, blocks.packed_size[1] // 4, *geometry
+    return _Launch(mask_kernel, blocks.samples * tiles, fixed, {**constants, "ROWS": _ROWS})
+
+
+def _on_device(x: Tensor) -> Any:
+    """Kernels run on the current device. To set it takes a tenth of the time of a launch."""
+    return torch.cuda.device_of(x) if _devices() > 1 else _HERE  # type: ignore[no-untyped-call]
+
+
+_HERE, _devices = nullcontext(), lru_cache(torch.cuda.device_count)
+
+
+@lru_cache(maxsize=1024)
 def _halo(blocks: Blocks) -> int:
     """The number of words before a word in which seeds can lie whose blocks reach it."""
     reach = zip(blocks.blocks, contiguous_strides(blocks.sizes), strict=True)

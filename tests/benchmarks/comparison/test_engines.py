@@ -15,7 +15,7 @@ import pytest
 
 from comparison.engines import work
 from comparison.engines.store import Store, StoreError
-from comparison.engines.work import Runner, progress
+from comparison.engines.work import Runner
 from comparison.run.record import Failure, Record
 from comparison.spec.run_spec import Run
 from tests.support.comparison_jobs import job, record_of, run_of, runs_of, starts
@@ -146,13 +146,3 @@ def test_a_killed_driver_resumes_without_losing_or_repeating_runs(tmp_path: Path
     assert all(record.done for record in store.records().values())
     assert sorted(starts(tmp_path).values()) == [1, 1, 1, 2]
     assert all(starts(tmp_path)[key] == 1 for key in finished)
-
-
-def test_progress_prints_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    advance = progress(20, "Final runs")
-    for i in range(20):
-        advance(Record(str(i), {}, failure=NAN if i == 3 else None))
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "Final runs: 20 runs"
-    assert [line.split(" runs")[0] for line in lines] == [f"{n} of 20" for n in range(2, 21, 2)]
-    assert "(1 failed)" in lines[-1]

@@ -1,8 +1,6 @@
 """The report: its HTML, its sentences, and the page in a browser."""
 
 import re
-import shutil
-from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from tests.benchmarks.comparison.test_inference import STORED
 from tests.support.programs import ROOT
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>\"'&"
-LONG = "a_regularizer_with_a_name_that_does_not_end_" * 6
 
 
 class Parsed(HTMLParser):
@@ -213,65 +210,3 @@ class TestVerdict:
         for arm, at in zip(cell.arms[1:], (variant, aa), strict=True):
             arm.time = schema.Spread(low=at - 0.01, median=at, high=at + 0.01)
         assert said in verdict(cell)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """One Chromium for all tests."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if not found:
-        pytest.skip("no Chromium: install it (Debian: apt-get install chromium) to see the report in a browser")
-    with playwright.sync_playwright() as running:
-        chromium = running.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-Show = Callable[..., Any]
-CONTRASTS = """() => {
-    const rgb = text => text.match(/[\\d.]+/g).map(Number);
-    const light = text => { const [r, g, b] = rgb(text).map(v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
-        return .2126 * r + .7152 * g + .0722 * b; };
-    const ground = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
-        if (rgb(c).length === 3 || rgb(c)[3] > 0) return c; } };
-    return [...document.querySelectorAll('body *')].filter(e => e.checkVisibility() && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))
-        .map(e => { const s = getComputedStyle(e), a = light(e.tagName === 'text' ? s.fill : s.color), b = light(ground(e));
-            return [e.tagName, (Math.max(a, b) + .05) / (Math.min(a, b) + .05)]; }).filter(([_, ratio]) => ratio < 4.5); }"""
-LITTLE = """[...document.querySelectorAll('body *')].filter(e => e.checkVisibility() && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()))
-    .map(e => [e.tagName, parseFloat(getComputedStyle(e).fontSize) * (e.tagName === 'text' ? Math.hypot(e.getScreenCTM().a, e.getScreenCTM().b) : 1)])
-    .filter(([_, size]) => size < 12.99)"""
-
-
-@pytest.fixture
-def show(browser: Any, tmp_path: Path) -> Iterator[Show]:
-    """Open a page with all parts. Console messages, errors and requests fail the test."""
-    noise: list[str] = []
-
-    def opened(page: str, **options: Any) -> Any:
-        (tmp_path / "report.html").write_text(page, encoding="utf-8")
-        tab = browser.new_page(**options)
-        tab.on("console", lambda message: noise.append(message.text))
-        tab.on("request", lambda request: noise.append(request.url))
-        tab.goto((tmp_path / "report.html").as_uri())
-        tab.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
-        return tab
-
-    yield opened
-    assert not [one for one in noise if one[:5] not in ("file:", "data:")]
-
-
-class TestBrowser:
-    @pytest.mark.parametrize("width", [390, 1400])
-    @pytest.mark.parametrize("scheme", ["light", "dark"])
-    def test_text_is_readable(self, show: Show, html: str, width: int, scheme: str) -> None:
-        tab = show(html, viewport={"width": width, "height": 800}, color_scheme=scheme)
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width
-        assert tab.evaluate(LITTLE) == []
-        assert tab.evaluate(CONTRASTS) == []
-        white = tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-        assert white == (scheme == "light")
-
-    def test_long_names_do_not_widen_the_page(self, show: Show, small: schema.Summary) -> None:
-        tab = show(render(with_names(small, LONG)), viewport={"width": 390, "height": 740})
-        assert tab.evaluate("document.documentElement.scrollWidth") <= 390
