@@ -18,10 +18,12 @@ from torch.fx import Proxy
 from hookdrop.core import torch_internals
 from hookdrop.core.errors import InjectionError, warn
 
-# What to do instead of tracing or exporting active hooks.
 ALTERNATIVES = "in eval mode: model.eval()   or without hooks: with hookdrop.without_hooks(model): ..."
 
-is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since PyTorch 2.7
+
+def is_exporting() -> bool:
+    """Whether this is `torch.export`: a constant of a trace. PyTorch 2.11 traces its own function as True."""
+    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()  # since PyTorch 2.7
 
 
 class GraphBreak:
@@ -38,8 +40,6 @@ class GraphBreak:
 
 
 graph_break = lru_cache(maxsize=1024)(GraphBreak)
-
-
 _compiled_before = False  # whether code was compiled without guards on hooks
 
 
@@ -48,7 +48,7 @@ def _prepare() -> None:
     global _compiled_before
     _compiled_before = torch_internals.enable_hook_guards()
     mark_constant: Any = torch.compiler.assume_constant_result
-    for function in (warn_of_export, warn_of_redraws, *torch_internals.constants_of_a_trace):
+    for function in (is_exporting, warn_of_export, warn_of_redraws, *torch_internals.constants_of_a_trace):
         mark_constant(function)
 
 

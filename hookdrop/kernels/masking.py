@@ -114,5 +114,13 @@ def slice_mask(x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
 def keep_scale(p: float | Tensor) -> float | Tensor:
     """Return 1 / (1 - p), or 1 if p is 1."""
     if isinstance(p, Tensor):
-        return torch.where(p < 1.0, 1.0 / (1.0 - p), 1.0)
+        return 1.0 / one_for_zero(1.0 - p)
     return 1.0 / (1.0 - p) if p < 1.0 else 1.0
+
+
+def one_for_zero(x: Tensor) -> Tensor:
+    """Replace 0 by 1 in a CPU tensor, none of whose numbers is negative.
+
+    Without a bool tensor: for CUDA graphs, Inductor concatenates the CPU numbers of a graph, whatever their dtypes.
+    """
+    return x + (1.0 - x.sign())

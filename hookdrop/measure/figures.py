@@ -79,7 +79,10 @@ def _draw_block(part: SubFigure, tensors: Rows, rows: list[list[Tensor]]) -> Non
 
     table = part.subplots(len(rows), max(map(len, rows)), squeeze=False)
     values = torch.cat(
-        [torch.empty(0), *(image[image.isfinite()] for row in rows for image in row if not _is_mask(image))]
+        [
+            torch.empty(0, device="cpu"),
+            *(image[image.isfinite()] for row in rows for image in row if not _is_mask(image)),
+        ]
     )
     low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 1.0)
     if low == high:  # matplotlib would scale each image differently

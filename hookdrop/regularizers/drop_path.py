@@ -313,7 +313,7 @@ class LayerDrop(DropRegularizer):
     def select_rows(self, x: Tensor, p: float) -> Tensor | None:
         """Draw the samples that a layer runs on; None for all of them."""
         # On the CPU, so that nothing waits for an accelerator.
-        draws = torch.rand(len(x) if self.mode == "row" else 1, device="cpu")
+        draws = torch.rand(len(x) if self.mode == "row" else 1, dtype=torch.float32, device="cpu")
         kept = (draws >= p).expand(len(x))
         return None if kept.all() else kept.nonzero()[:, 0].to(x.device)
 

@@ -15,7 +15,7 @@ from hookdrop.core.arguments import as_rate_tensor, count, floating
 from hookdrop.core.errors import ShapeError
 from hookdrop.core.regularizer import DropRegularizer, P, nhwc_warnings
 from hookdrop.kernels import custom_ops, drawing
-from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, slice_dropout, slice_mask
+from hookdrop.kernels.masking import HALF, apply_mask, keep_scale, one_for_zero, slice_dropout, slice_mask
 
 _MIN_NATIVE_ELEMENTS = 2**15  # from here on, hookdrop's implementation is faster than PyTorch's
 _SATURATION = 1.7580993408473766  # the negative of SELU's limit at minus infinity: scale * alpha
@@ -206,7 +206,8 @@ def feature_alpha_dropout(x: Tensor, p: float | Tensor, training: bool = True) -
 
 def _saturate(x: Tensor, kept: Tensor, p: Tensor) -> Tensor:
     """`AlphaDropout` where `kept` is 0; all zeros if p is 1, as in PyTorch."""
-    a = torch.where(p < 1.0, ((_SATURATION**2 * p + 1.0) * (1.0 - p)).rsqrt(), 0.0)
+    kept_share = 1.0 - p
+    a = one_for_zero((_SATURATION**2 * p + 1.0) * kept_share).rsqrt() * kept_share.sign()
     return (x * kept + (kept - 1.0) * _SATURATION) * a + _SATURATION * a * p
 
 

@@ -37,7 +37,7 @@ class Example:
 
     def resized(self, batch: int) -> Any:
         """Return the input with another batch size: tensors with an axis of that size repeat their rows."""
-        rows = torch.arange(batch) % self.batch
+        rows = torch.arange(batch, device="cpu") % self.batch
         return self._with_batch(lambda x: x[rows.to(x.device)])
 
     def varied(self, rows: Sequence[int]) -> Any:
@@ -48,7 +48,7 @@ class Example:
             x, is_first = x[torch.arange(max(rows) + 1, device=x.device) % len(x)], next(order) == 0
             if x.is_floating_point():
                 scale = 1.0 if x[0].numel() < 2 or not x[0].std() else x[0].std()
-                x = x + torch.randn(x.shape, generator=generator).to(x) * scale
+                x = x + torch.randn(x.shape, generator=generator, device="cpu").to(x) * scale
             elif is_first and (x[1:] == x[:-1]).unsqueeze(1).flatten(1).all(1).any():
                 x[1::2] = int(not x.any())
             return x[list(rows)]

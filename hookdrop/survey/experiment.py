@@ -63,7 +63,7 @@ def _random_values(model: nn.Module) -> dict[str, Tensor]:
         usable = type(x) is nn.Parameter and x.dtype in plain and not x.is_meta and x.numel()
         if usable and torch.linalg.vector_norm(x.detach(), torch.inf) < _ALMOST_0:
             # Of a square matrix, 1 / sqrt(inputs), which keeps the size of what passes.
-            noise = torch.randn(x.shape, generator=generator) * x.numel() ** -0.25
+            noise = torch.randn(x.shape, generator=generator, device="cpu") * x.numel() ** -0.25
             found[name] = nn.Parameter(noise.to(x), requires_grad=False)
     return found
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from hookdrop.core.tensor_tree import map_leaves
 from hookdrop.survey.branches import has_weights
 from hookdrop.survey.ops import CONVS, FUSED_ATTENTION, HIDDEN_ATTENTION, PRODUCTS, RECURRENT, SHOWN_ATTENTION, SOFTMAX
-from hookdrop.survey.replay import HiddenOperationError, replay
+from hookdrop.survey.replay import CPU, HiddenOperationError, replay
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
 
@@ -73,7 +73,8 @@ def find_heads(trace: Trace) -> dict[str, Heads | str]:
         starts = [core.outputs[0] for core in cores]
         ops = {one.op for start in starts for one in trace.path(start, [node]) if one.op} - {*cores}
         chain = _Chain(starts, node, ops)
-        heads = known[chain.key] = known.get(chain.key) or chain.heads()
+        with CPU:  # whatever the default device
+            heads = known[chain.key] = known.get(chain.key) or chain.heads()
         previous = found.setdefault(layer, heads)
         if previous != heads and not isinstance(previous, str):
             found[layer] = "its calls differ in the heads"
@@ -177,7 +178,8 @@ def _weighs_positions(trace: Trace, core: Op, softmax: Op, mixing: set[Op], cach
     starts = _sources(values, ops, mixing)
     chain = _Chain(starts, core.outputs[0] if weights else values[0], ops)
     if starts and chain.key not in cache:
-        cache[chain.key] = chain.weighs_positions(weights)
+        with CPU:
+            cache[chain.key] = chain.weighs_positions(weights)
     return bool(starts) and cache[chain.key]
 
 

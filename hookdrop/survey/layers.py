@@ -187,10 +187,10 @@ def _steps(node: Node, sums: Mapping[Node, Residual], since: int, loosely: bool 
 
 def _keeps(x: Node, steps: list[Step]) -> bool:
     """Whether these steps return `x` if the branches are 0: repeat them on numbers, without norms of tokens."""
-    numbers = value = torch.arange(float(x.size), dtype=torch.float64).view(x.shape)
+    numbers = value = torch.arange(float(x.size), dtype=torch.float64, device="cpu").view(x.shape)
 
     def zeros(node: Node) -> Tensor:
-        return torch.zeros(node.shape, dtype=node.dtype)
+        return torch.zeros(node.shape, dtype=node.dtype, device="cpu")
 
     for op, before in reversed(steps):
         if op.name == "batch_norm":

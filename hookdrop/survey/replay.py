@@ -42,7 +42,8 @@ def replay(
         # A view needs the strides of the recorded tensor, which the values need not have.
         is_view = op.name == "view" and op.outputs[0].dtype == op.inputs[0].dtype
         function = Tensor.reshape if is_view else op.function
-        result = function(*map_leaves(op.args, value), **map_leaves(op.kwargs, value))
+        with device:  # not the default device of the user
+            result = function(*map_leaves(op.args, value), **map_leaves(op.kwargs, value))
         made = [known[op.inputs[0]]] if op.is_in_place else tensors(result)
         known.update(zip(op.outputs, made, strict=True))
     return known

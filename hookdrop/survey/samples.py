@@ -145,7 +145,7 @@ def _order(before: Sequence[Tensor], after: Sequence[Tensor], index: int, size: 
         if x.shape != y.shape or x.shape[1] % size:
             return "the number of its rows depends on the values"
         changed = changes(x, y, 1e-4).any(0)
-        rows = torch.arange(len(changed))
+        rows = torch.arange(len(changed), device=changed.device)
         fits = [bool(mine[changed].all()) for mine in (rows // (len(rows) // size) == index, rows % size == index)]
         if not any(fits):
             return MIXED

@@ -154,7 +154,7 @@ def _mix(trace: Trace, results: list[Node], selected: list[Node], leaves: list[T
             # A factor of 0, such as a gate before its first update, would hide what it lets pass later.
             plain = type(x) in (Tensor, nn.Parameter) and x.is_floating_point() and x.numel()
             hides = plain and node.leaf != "input" and not bool(x.detach().abs().amax() > 1e-3)
-            random = (torch.rand(x.shape, generator=generator) + 0.5) * max(x.numel(), 1) ** -0.25
+            random = (torch.rand(x.shape, generator=generator, device="cpu") + 0.5) * max(x.numel(), 1) ** -0.25
             others[node] = random.to(x) if hides else x
         return others[node]
 

@@ -84,8 +84,8 @@ def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches | s
     length, prefix = tokens.shape[1], int(equal.sum())
     if not equal[:prefix].all() or length - prefix < 2:
         return f"the tokens of {layer!r} that do not depend on the image are not the first ones"
-    patches = torch.arange(prefix, length)
-    order = torch.cat([torch.arange(prefix), patches.roll(1 + len(patches) // 3)])
+    patches = torch.arange(prefix, length, device="cpu")
+    order = torch.cat([torch.arange(prefix, device="cpu"), patches.roll(1 + len(patches) // 3)])
     for how, chosen in (("in another order", order), ("with fewer tokens", order[: prefix + len(patches) // 2])):
         try:
             changed = _run(model, example, layer, chosen)[1]
@@ -131,5 +131,5 @@ def _projected(x: Tensor, length: int) -> Tensor:
     if len(axes) > 1:
         return x.new_zeros(())  # such as attention maps
     rows = x.movedim(axes[0], 0).flatten(1) if axes else x.reshape(1, -1)
-    weights = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows)
+    weights = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0), device="cpu").to(rows)
     return (rows * weights).float().sum(1)

@@ -8,8 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookdrop import DropPath, InjectionError, LayerError, NEFTune, inject
-from hookdrop.recipes import drop_key, head_dropout, layer_drop, neftune, patch_dropout
+from hookdrop import DropPath, InjectionError, LayerError, NEFTune, inject, plan
+from hookdrop.recipes import (
+    drop_key,
+    head_dropout,
+    layer_drop,
+    neftune,
+    patch_dropout,
+    residual_dropout,
+    set_dropout,
+    stochastic_depth,
+)  # fmt: skip
 from hookdrop.survey.isolation import call
 from tests.support.training import train_step
 from tests.support.transformers_models import IDS, bert, llama, t5
@@ -28,6 +37,23 @@ PIXELS = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 def timm_vit(img_size: int = 32, **settings: Any) -> nn.Module:
     sizes = {"depth": 2, "embed_dim": 24, "num_classes": 5, "img_size": img_size}
     return timm.create_model("vit_tiny_patch16_224", **(sizes | settings))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [drop_key(0.1), head_dropout(0.1), layer_drop(0.1), neftune(5), patch_dropout(0.1), residual_dropout(0.1),
+     set_dropout(), stochastic_depth(0.1)],
+    ids=str,
+)  # fmt: skip
+def test_the_default_device_does_not_matter_to_a_model_on_another(recipe: Any) -> None:
+    """The default device is "meta", whose numbers cannot be read, and this model creates no tensors."""
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        model, x = (bert(), IDS) if recipe == neftune(5) else (timm_vit(64), torch.randn(2, 3, 64, 64))
+        with torch.device(device):
+            found.append(str(plan(model, recipe, example_input=x)))
+    assert found[0] == found[1]
 
 
 class TestNEFTune:
