@@ -14,7 +14,7 @@ from hookdrop.core.regularizer import BELOW_1, DropRegularizer, P, Rate, SampleP
 from hookdrop.core.torch_internals import BatchNorm
 from hookdrop.kernels.masking import keep_scale, slice_dropout, slice_mask
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.regularizers.samples import CHOOSE_PLACE, SampleRows, place_text, rows_in_call, sample_place
+from hookdrop.regularizers.samples import CHOOSE_PLACE, EACH_ROW, SampleRows, place_text, rows_in_call, sample_place
 
 _MODES = ("row", "batch", "subset")
 
@@ -26,7 +26,7 @@ def drop_path(
     training: bool = True,
     *,
     scale: bool = True,
-    rows: SampleRows = SampleRows(),  # noqa: B008 (immutable)
+    rows: SampleRows = EACH_ROW,
 ) -> Tensor:
     """Zero whole samples (`mode="row"`, `"subset"`) or the whole batch, and scale the rest: see `DropPath`.
 
@@ -43,7 +43,7 @@ def drop_path(
         kept = _kept(len(x), p)
         order = rand((len(x),), torch.float32, x.device).argsort().argsort()
         return _keep(x, (order < kept).view(-1, *rest), len(x) / kept if scale else 1.0)
-    if rows != SampleRows():
+    if rows != EACH_ROW:
         kept_N = slice_mask(x, p, (rows.samples(x),))
         return _keep(x, rows.repeat(kept_N, x), keep_scale(p) if scale else 1.0)
     draws = (x.shape[0] if mode == "row" else 1, *rest)

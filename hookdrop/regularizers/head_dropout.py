@@ -14,7 +14,7 @@ from hookdrop.core.arguments import count, one_of
 from hookdrop.core.errors import LayerError, ShapeError
 from hookdrop.core.regularizer import BELOW_1, DropRegularizer, Rate, SamplePlace
 from hookdrop.kernels.random_numbers import rand
-from hookdrop.regularizers.samples import CHOOSE_PLACE, SampleRows, place_text, rows_in_call, sample_place
+from hookdrop.regularizers.samples import CHOOSE_PLACE, EACH_ROW, SampleRows, place_text, rows_in_call, sample_place
 
 
 def head_dropout(
@@ -24,7 +24,7 @@ def head_dropout(
     training: bool = True,
     *,
     interleaved: bool = False,
-    rows: SampleRows = SampleRows(),  # noqa: B008 (immutable)
+    rows: SampleRows = EACH_ROW,
 ) -> Tensor:
     """Zero whole heads of (N, L, H d) with probability `p`, in [0, 1), and scale the rest: see `HeadDropout`.
 

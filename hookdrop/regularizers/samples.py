@@ -43,6 +43,9 @@ class SampleRows:
         return by_row.view(*shape, *features)
 
 
+EACH_ROW = SampleRows()
+
+
 def sample_place(value: object, owner: str) -> SamplePlace | None:
     """Return the argument `samples` of a regularizer, or raise a `TypeError`."""
     match value:
@@ -67,7 +70,7 @@ def place_text(place: SamplePlace, shape: Sequence[int]) -> str:
 def rows_in_call(place: SamplePlace | None, collected: SampleRows | None) -> SampleRows:
     """Return where the samples are in a call, given what the hook collected."""
     if place is None:
-        return SampleRows()
+        return EACH_ROW
     if place[0] is not None and (collected is None or collected.count is None):
         raise ShapeError(
             f"the number of samples is that of the first input of {place[0]!r}, which is not running.\n"
