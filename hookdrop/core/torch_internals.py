@@ -62,7 +62,6 @@ def storage_of(tensor: Tensor) -> int:
 
 
 # Subclasses with a `__torch_function__`, such as MONAI's MetaTensor:
-
 PLAIN_TYPES = (Tensor, nn.Parameter)  # no such subclasses; comparing with them is the fastest check
 
 
@@ -72,12 +71,13 @@ def wraps_results(x: Tensor) -> bool:
 
 
 def on_plain_tensor(function: Callable[..., Tensor], x: Tensor, *settings: Any) -> Tensor:
-    """Call `function` on the plain tensor and let the subclass wrap the result, as for any PyTorch function.
+    """Call `function` on the plain tensor and let modes and the subclass wrap the result, as for PyTorch's functions.
 
-    An autograd function must not receive the subclass: its `__torch_function__` would wrap the result in a view, and
-    in-place operations on that view raise.
+    An autograd function must not get the subclass, which would wrap the result in a view that cannot change in place.
     """
-    return handle_torch_function(lambda x, *rest: function(x.as_subclass(Tensor), *rest), (x,), x, *settings)
+    if has_torch_function((x,)):
+        return handle_torch_function(on_plain_tensor, (x,), function, x, *settings)
+    return function(x.as_subclass(Tensor), *settings)
 
 
 # --- modes and transforms that intercept operations

@@ -52,7 +52,7 @@ def find_draws(
     """
     modules = {module: name for name, module in reversed([*model.named_modules()])}
     found, run = dict[Line, list[str]](), partial(_Run, model, example, training)
-    with forked_rng(model):
+    with forked_rng(model, *tensors(example)):
         # Random numbers in place of weights that are 0 show more, but may hide a choice between nearly equal numbers.
         unchanged = cache(lambda random_weights: run(random_weights=random_weights))
         base = unchanged(True)
@@ -96,7 +96,8 @@ class _Run(TorchFunctionMode):
         self.steps: list[tuple[Line, float]] = []
         """With a `seed` of these generators: the lines in the order of execution, with a sum of what they computed."""
         self._changed, self._choose, self._calls, self._seed_of_others = changed, choose, Counter[Line](), seed
-        devices = {x.device.type for x in (*model.parameters(), *model.buffers())} - {"cpu", "meta"}
+        given = (*model.parameters(), *model.buffers(), *tensors(example))
+        devices = {x.device.type for x in given} - {"cpu", "meta"}
         self._modules: list[Any] = [torch.get_device_module(device) for device in devices]
         before: list[str] = []
 
