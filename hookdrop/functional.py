@@ -6,7 +6,7 @@
 which documents the settings, the shapes and the paper.
 
 `p` is the drop probability, as in `torch.nn.functional`. In compiled code `p` may be a 0-d tensor, so that one graph
-serves all rates.
+serves all rates; its value is not checked there.
 """
 
 from hookdrop.regularizers.drop_key import drop_key

@@ -58,7 +58,7 @@ class Summary:
     def __init__(self, activation: str | None) -> None:
         self.activation = activation
         self.count = 0
-        self.mean = self.squares = self.entropies = torch.zeros(())
+        self.mean = self.squares = self.entropies = torch.zeros((), device="cpu")
         """The mean, the sum of squared deviations from it (Welford 1962), and the sum of the entropies."""
 
     def add(self, out: Tensor, samples: int) -> None:

@@ -84,7 +84,9 @@ def _maps_and_classes(model: nn.Module, x: Tensor, layer: Entries, target: Targe
         calls += graph_task() == -1  # not in a backward pass
         return as_map(value, x.shape[2:]).detach().float().clone()
 
-    classes: list[int] | None = None if target is None else torch.as_tensor(target).expand(len(x)).tolist()
+    classes: list[int] | None = None
+    if target is not None:
+        classes = torch.as_tensor(target, device="cpu").expand(len(x)).tolist()
     model = unwrapped(model)
     with measured_gradients(model), uncompiled():
         cam = pytorch_grad_cam.GradCAM(_Classifier(model), [module], reshape_transform=to_map)

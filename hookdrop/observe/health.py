@@ -301,7 +301,7 @@ class _Sums:
 
     def result(self, norms: Sequence[float]) -> LayerStatistics:
         elements, units = max(self.elements, 1), self.units.values()
-        alive = [torch.as_tensor(one.alive) for one in units]
+        alive = [torch.as_tensor(one.alive, device="cpu") for one in units]
         saturated = [(one.alive & (10 * one.stuck >= 9 * one.values)).sum() for one in units if self.bounds]
         numbers = (self.mean, (self.squares / elements) ** 0.5, self.largest, self.zeros / elements)
         dead = sum(one.numel() - int(total(one.sum())) for one in alive)
@@ -340,7 +340,7 @@ def _bounds(module: nn.Module) -> tuple[float, float] | None:
         return (-0.98, 0.98) if getattr(module, "nonlinearity", "tanh") == "tanh" else None
     if any(True for _ in (*module.children(), *module.parameters(), *module.buffers())):
         return None
-    far = torch.tensor([-2e4, -1e4, 1e4, 2e4])
+    far = torch.tensor([-2e4, -1e4, 1e4, 2e4], device="cpu")
     with suppress(Exception), torch.no_grad(), forked_rng():
         forward = copy.deepcopy(module).forward  # it may count its calls
         values = [float(forward(x)) for x in far[:, None]]

@@ -62,7 +62,8 @@ def _example(regularizer: Regularizer) -> Tensor:
     for shape in SHAPES:
         with suppress(ShapeError):
             regularizer.check(shape)
-            return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
+            return numbers.to(torch.get_default_device())
     raise ValueError(f"check_regularizer: {regularizer!r} accepts none of the shapes {SHAPES}.\n  pass example=x")
 
 
@@ -149,7 +150,7 @@ class _Model(nn.Module):
     def __init__(self, x: Tensor, at: str | None = None) -> None:
         super().__init__()
         shape = x.shape if at == "parameters" else x.shape[1:]
-        self.layer = (_Attention if at == "scores" else nn.LayerNorm)(shape)
+        self.layer = (_Attention if at == "scores" else nn.LayerNorm)(shape, device=x.device)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return torch.tanh(self.layer(x))
@@ -381,7 +382,7 @@ class RegularizerChecks:
             return factor * self(self._x)
 
         def members(randomness: str) -> list[Tensor]:
-            return list(torch.func.vmap(member, randomness=randomness)(torch.ones(6)))
+            return list(torch.func.vmap(member, randomness=randomness)(torch.ones(6, device=self._x.device)))
 
         same = members("same")
         exactly(same, [same[0]] * 6)
