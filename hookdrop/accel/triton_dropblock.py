@@ -207,11 +207,12 @@ def _masking(blocks: Blocks, shape: tuple[int, ...], strides: tuple[int, ...], *
 
 
 def _on_device(x: Tensor) -> Any:
-    """Kernels run on the current device. To set it takes a tenth of the time of a launch."""
-    return torch.cuda.device_of(x) if _devices() > 1 else _HERE  # type: ignore[no-untyped-call]
+    """Make the device of `x` the current one, on which kernels run. With a single device, there is nothing to do."""
+    return _device_of(x) if _device_count() > 1 else nullcontext()
 
 
-_HERE, _devices = nullcontext(), lru_cache(torch.cuda.device_count)
+_device_of: Any = torch.cuda.device_of
+_device_count = lru_cache(torch.cuda.device_count)
 
 
 @lru_cache(maxsize=1024)
