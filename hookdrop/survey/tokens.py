@@ -9,6 +9,7 @@ run. Windows, grids, relative positions and rotary embeddings fail one of both.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain, combinations
 from typing import Any
 
 import torch
@@ -93,9 +94,7 @@ def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches | s
             reason = "".join(str(error.__cause__ or error).strip().splitlines()[:1])
             return f"the layers after {layer!r} do not run {how}: {reason}"
         for (name, before), (_, after) in zip(outputs, changed if chosen is order else (), strict=False):
-            if before.shape == order.shape:
-                before = before[order.to(before.device)]
-            if before.shape != after.shape or bool(changes(before, after, 1e-3).any()):
+            if before.shape != after.shape or not _same_in_another_order(before, after, order):
                 return f"{name!r} depends on the position of the tokens that it gets"
     return Patches(layer, prefix)
 
@@ -106,8 +105,8 @@ def _run(
     """Run the model with the chosen tokens of a layer, or with all.
 
     Returns:
-        What the layer returned in each call, and each output after it, by layer, projected to one number for each
-        token, or to one number in total.
+        What the layer returned in each call, and each output after it, by layer, projected to the axes that may be
+        those of the tokens.
     """
     returned, outputs = list[Tensor](), list[tuple[str, Tensor]]()
 
@@ -126,10 +125,24 @@ def _run(
 
 
 def _projected(x: Tensor, length: int) -> Tensor:
-    """Project a tensor to a number for each token, or, if it has no axis of this length, to one number."""
+    """Project a tensor to its axes of this length; without any, to one number."""
     axes = [axis for axis, size in enumerate(x.shape) if size == length]
-    if len(axes) > 1:
-        return x.new_zeros(())  # such as attention maps
-    rows = x.movedim(axes[0], 0).flatten(1) if axes else x.reshape(1, -1)
-    weights = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(0), device="cpu").to(rows)
-    return (rows * weights).float().sum(1)
+    rows = x.movedim(axes, [*range(len(axes))]).reshape(*[length] * len(axes), -1)
+    weights = torch.randn(rows.shape[-1], generator=torch.Generator().manual_seed(0), device="cpu").to(rows)
+    return (rows * weights).float().sum(-1)
+
+
+def _same_in_another_order(before: Tensor, after: Tensor, order: Tensor) -> bool:
+    """Whether what was computed from tokens in another order is the same in that order.
+
+    An axis of the same length as the tokens may be another one, of channels or classes, and attention maps have two of
+    tokens. So it has to be the same for one choice of axes.
+    """
+    axes = range(before.dim())
+    for chosen in chain.from_iterable(combinations(axes, count) for count in reversed(range(len(axes) + 1))):
+        ordered = before
+        for axis in chosen:
+            ordered = ordered.index_select(axis, order.to(before.device))
+        if not changes(ordered, after, 1e-3).any():
+            return True
+    return False
