@@ -156,7 +156,8 @@ def _value(node: ast.expr, text: str, allowed: dict[str, Any]) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         raise ValueError(
-            f"parse: {text!r} contains an argument that is not a literal; nothing was evaluated."
+            f"parse: {ast.unparse(node)!r} in {text!r} is not a literal; nothing was evaluated.\n"
+            f"  write a number, True, None, a list, or text in quotes: '{ast.unparse(node)}'"
         ) from None
 
 
@@ -180,6 +181,6 @@ def _unknown(name: str, allowed: Mapping[str, Any]) -> str:
 
 def _unreadable(text: str) -> ValueError:
     return ValueError(
-        f"parse: cannot parse {text!r}.\n  write one name with literal arguments and no module prefix: "
+        f"parse: cannot parse {text!r}.\n  write a call with literal arguments: "
         f"'DropBlock(p=0.1, block_size=7)'\n  available: {', '.join(known_names())}"
     )

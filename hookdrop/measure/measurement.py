@@ -53,7 +53,7 @@ class Effect:
 
     @property
     def mean_ratio(self) -> float:
-        """Mean |output| / mean |input|; 1 if the mean magnitude is preserved, NaN for scores of attention."""
+        """Mean |output| / mean |input|; 1 if it keeps the magnitude. NaN for scores of attention and skipped layers."""
         return self.magnitude_out / self.magnitude_in if self.magnitude_in else 1.0
 
     def row(self, name: str) -> tuple[str, str, str, str, int]:
@@ -88,15 +88,16 @@ class Measurement(Effect):
         # The p of `Cutout`, for example, is not the fraction of dropped elements.
         asked = rate if hook.rate.kind == "drop" or not drops else None
         zeroed = 0.0 if dropped is None else total(dropped.sum())
+        needs = hook.regularizer.needs if isinstance(hook, SiteHook) else ()
         # A branch that runs on some samples has no output for the others.
-        some_rows = isinstance(hook, SiteHook) and "rows" in hook.regularizer.needs and dropped is not None
+        some_rows = "rows" in needs and dropped is not None
         of_all = x.numel() / max(x.numel() - zeroed, 1.0) if some_rows else 1.0
         magnitude_in = of_all * total(x.detach().abs().sum(dtype=torch.float64))
         # Per element: some regularizers remove elements.
         share = x.numel() / y.numel() if y.numel() else 1.0
         magnitude_out = share * total(y.detach().abs().sum(dtype=torch.float64))
         asks, asked_of_all = asked is not None, (asked or 0.0) * x.numel()
-        if hook.at == "scores":  # they have no mean to keep
+        if hook.at == "scores" or {"rows", "layer_input"} <= {*needs}:  # no mean to keep, or an unknown one
             magnitude_in = magnitude_out = math.nan
         new = Effect(1, x.numel(), zeroed, asked_of_all, asks, drops * x.numel(), magnitude_in, magnitude_out)
         for effect in (self.sites[self.labels[hook]], self):

@@ -113,7 +113,7 @@ def _left_out(model: nn.Module, survey: Survey, changes: bool) -> list[str]:
         return [f"functional dropout was not looked for: {why}\n  to run the model, pass example_input="]
     places = [(what, list(layers)) for what, layers in found.out_of_reach.items()]
     if changes and found.constants:
-        places.append(("rates that are numbers in the code", [_label(one) for one in found.constants]))
+        places.append(("rates that no attribute stores as a number", [_label(one) for one in found.constants]))
     eval_mode: Mapping[Any, list[str]] = {}
     with suppress(InjectionError):  # without values, or in training mode
         eval_mode = survey.draws_in_eval_mode

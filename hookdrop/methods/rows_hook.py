@@ -155,7 +155,10 @@ class RowsHook(Around):
 
     def _subset(self, module: nn.Module, value: Any, x: Tensor) -> Subset:
         """Return what the layer needs in calls of this kind; in the first one, a run without values shows it."""
-        from hookdrop.survey.subsets import find_subset  # only this needs it
+        from hookdrop.survey.subsets import HOOKED, find_subset, other_hooks  # only this needs it
+
+        if any(map(other_hooks, module.children())):
+            return HOOKED  # as long as they are there
 
         def kind(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
@@ -212,16 +215,17 @@ class RowsHook(Around):
             raise
 
     def _check(self, call: _Call, subset: Subset, output: Any) -> None:
-        if call.runs_on is None and not self.returns_input:
-            why = subset.why_all(discards=False)
+        if call.runs_on is None:
             self.state.warn_once(
                 "all samples",
-                f"{self.where}: the branch {why}, so it runs on all samples, and saves no time there.\n"
-                '  use mode="row", which runs the branch on all samples; or hook a module that returns one tensor and '
-                "begins without inplace=True\n"
+                f"{self.where}: the layer {subset.why_all(discards=False)}, so it runs on all samples, and saves no "
+                "time there. The result is right.\n"
+                "  see which layers run on the kept samples: plan(model, ..., example_input=x)\n"
+                "  hook a layer that returns one tensor, begins without inplace=True, and has no batch norm and no "
+                "hook of other code inside\n"
                 '  in transformers, attn_implementation="sdpa" returns no weights',
             )
-        elif call.runs_on is not None and len(tensors(output)) != subset.outputs:
+        elif len(tensors(output)) != subset.outputs:
             raise InjectionError(
                 f"{self.where}: the layer returns {describe(output)}, but {subset.outputs} tensors in a run without "
                 "values and gradients, so it is unknown what depends on the samples.\n"

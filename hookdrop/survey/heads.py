@@ -356,7 +356,7 @@ class _Chain:
         try:
             return replay(self.ops, dict(zip(self.starts, values, strict=True)), self._constant)[self.end]
         except HiddenOperationError as error:
-            raise _NoHeadsError(f"the way from attention to it is hidden ({error})") from None
+            raise _NoHeadsError(f"between attention and it, {error}") from None
 
     def _constant(self, node: Node) -> Tensor:
         """Random numbers in place of other tensors, such as gates and the weights of norms, but the true sizes."""

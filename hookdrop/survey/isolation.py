@@ -176,7 +176,8 @@ def hooked(model: nn.Module, before: Callable[..., None], after: Callable[..., A
 
 def other_hooks(model: nn.Module) -> list[Any]:
     """Return the forward hooks on a model and on all modules that neither PyTorch nor hookdrop defines."""
-    tables = [getattr(module, name) for module in model.modules() for name, _ in HOOK_TABLES]
+    hooked = [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
+    tables = [getattr(module, name) for module in hooked for name, _ in HOOK_TABLES]
     hooks = [hook for table in (*global_forward_hooks, *tables) for hook in table.values()]
     return [hook for hook in hooks if _package(hook) not in ("torch", "hookdrop")]
 

@@ -15,6 +15,9 @@ from hookdrop.survey.trace import Node, Op
 class HiddenOperationError(Exception):
     """An operation that cannot be repeated, because code that `torch.jit` compiled hides it."""
 
+    def __str__(self) -> str:
+        return f"what {self.args[0]!r} computes is hidden"
+
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from hookdrop.core.errors import ShapeError
 from hookdrop.core.tensor_tree import TensorKey, describe, first_tensor, leaves_of, map_leaves, tensors, with_rows
 from hookdrop.core.torch_internals import HOOK_TABLES, BatchNorm
 from hookdrop.survey.experiment import changes
-from hookdrop.survey.isolation import Arguments, forked_rng
+from hookdrop.survey.isolation import Arguments, forked_rng, other_hooks
 from hookdrop.survey.ops import PARTS
 from hookdrop.survey.replay import replay
 from hookdrop.survey.trace import Call, Node, Trace, record, select_nodes
@@ -38,6 +38,9 @@ class Subset(NamedTuple):
         return self.obstacle or self.mixes * (not discards)
 
 
+HOOKED = Subset(obstacle="has a hook of other code inside, which may need all samples")
+
+
 def find_subset(
     branch: nn.Module, value: tuple[Any, Any], x: Tensor, tensor: TensorKey, *, writes: bool = False
 ) -> Subset:
@@ -48,6 +51,9 @@ def find_subset(
     """
     if norms := [name for name, module in branch.named_modules() if isinstance(module, BatchNorm)]:
         return Subset(obstacle=f"has a batch norm ({norms[0]})" if norms[0] else "is a batch norm")
+    twin = _without_hooks(branch)
+    if other_hooks(twin):
+        return HOOKED
     given = tensors(value)
     if unknown := {type(leaf).__name__ for leaf in leaves_of(value) if not isinstance(leaf, _WITHOUT_SAMPLES)}:
         return Subset(obstacle=f"also receives a {min(unknown)}, whose samples cannot be selected")
@@ -55,7 +61,7 @@ def find_subset(
     for index, leaf in enumerate(given):
         if leaf.dim() > 0 and len(leaf) == len(x):
             groups.setdefault("x" if leaf is x else (leaf.shape, leaf.dtype), []).append(index)
-    mine, twin = groups.pop("x"), _without_hooks(branch)
+    mine = groups.pop("x")
     # A number that divides no size of anything else: no wrong shape fits, and its multiples are rows of samples.
     sizes = {size for leaf in (*given, *branch.parameters(), *branch.buffers()) for size in leaf.shape if size}
     rows = torch.arange(next(n for n in itertools.count(3) if all(s % n for s in sizes)), device=x.device) % len(x)

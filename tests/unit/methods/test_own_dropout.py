@@ -351,7 +351,9 @@ class TestRatesInTheCode:
 
     def test_they_cannot_be_changed(self) -> None:
         model = self.network()
-        with pytest.warns(match=r"rates that are numbers in the code \('0.dropout\(0.25\)', '0.dropout\(0.5\)'\)"):
+        with pytest.warns(
+            match=r"rates that no attribute stores as a number \('0.dropout\(0.25\)', '0.dropout\(0.5\)'\)"
+        ):
             own = inject(model, set_dropout(p=0.6), p_scale={"**": 0.5}, example_input=X)
         assert (own.p, own.target_p, [site.p for site in own.sites]) == (0.6, 0.6, [0.3, 0.3, 0.25, 0.5])
         with own.disabled(), own.sampling():

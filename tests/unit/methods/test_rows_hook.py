@@ -16,6 +16,7 @@ from hookdrop.recipes import layer_drop
 from tests.support.models import toy
 
 X = torch.randn(8, 5, 4, generator=torch.Generator().manual_seed(0))
+pytestmark = pytest.mark.filterwarnings("ignore:.*saves no time there")
 MODES = pytest.mark.parametrize("mode", ["batch", "row"])
 
 
@@ -162,14 +163,23 @@ def test_the_plan_says_on_which_samples_a_layer_runs(forward: Any, runs: str) ->
 @pytest.mark.parametrize("hooked", [0, 3])
 def test_a_hook_of_other_code_inside_a_layer_concerns_that_layer_only(hooked: int) -> None:
     made: Any = model()
-    made.layers[hooked].fc.register_forward_hook(lambda module, args, output: None)
+    hook, expected = made.layers[hooked].fc.register_forward_hook, [index == hooked for index in range(4)]
+
+    def on_all_samples() -> list[bool]:
+        [one.sizes.clear() for one in made.layers]
+        made(X)
+        return [one.sizes == [len(X)] for one in made.layers]
+
+    inside = hook(lambda module, args, output: None)
     planned = plan(made, LayerDrop(0.5, "row"), layers="layers.*", example_input=X).sites
-    assert ["on all samples" in site.runs for site in planned] == [index == hooked for index in range(4)]
+    assert ["on all samples" in site.runs for site in planned] == expected
     inject(made, LayerDrop(0.5, "row"), layers="layers.*")
-    for one in made.layers:
-        one.sizes.clear()
-    made(X)
-    assert [one.sizes == [len(X)] for one in made.layers] == [index == hooked for index in range(4)]
+    with pytest.warns(HookdropWarning, match="hook of other code inside"):
+        assert on_all_samples() == expected
+    inside.remove()
+    assert on_all_samples() == [False] * 4
+    hook(lambda module, args, output: None)
+    assert on_all_samples() == expected
 
 
 @pytest.mark.filterwarnings("ignore:TransformerEncoderLayer leaves its fused eval path")

@@ -16,6 +16,8 @@ from hookdrop.functional import drop_path, head_dropout, layer_drop
 from hookdrop.regularizers.samples import SampleRows
 from tests.support.models import toy
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*saves no time there")
+
 
 class Attention(nn.Module):
     """A branch that receives further arguments and returns several values; it records its batch sizes in training."""
@@ -101,7 +103,6 @@ class TestSubset:
         mask = torch.rand(8, 1, 4)
         assert on_subset().attn(X, mask=mask)[1] is mask, "an argument that is returned has all rows"
 
-    @pytest.mark.filterwarnings("ignore:.*also returns")
     def test_no_token_sees_a_later_one_through_a_mask_that_layers_share(self) -> None:
         layers = nn.ModuleList(toy(shared, q=nn.Linear(4, 4), v=nn.Linear(4, 4)) for _ in range(4))
         model = on_subset(toy(decode, layers=layers), "layers.*")
