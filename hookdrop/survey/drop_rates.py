@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -36,6 +37,7 @@ ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 
 _DRAWS = {"rand", "rand_like", "uniform"}
 _FILLS = {"full", "full_like", "new_full"}
 _COMPARISONS = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
+_INTEGERS = (torch.int32, torch.int64)
 _RAISED = 1e-3
 """The value of a rate of 0 at which the forward skips the drop, while it is looked for."""
 
@@ -106,17 +108,32 @@ def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True, skippe
 
         return Arrivals(model, example, change, fake=fake)
 
+    def drops_if_drawn(rate: DropRate) -> bool:
+        """Whether the forward does less if a draw with this probability comes true."""
+
+        def length(number: float) -> int:
+            return len(Arrivals(model, example, lambda one, *_: number if one == rate else None, fake=fake).trace.ops)
+
+        with suppress(InjectionError):  # such as that of a model of which nothing is left
+            return length(1 - _RAISED) < length(_RAISED)
+        return True
+
     found = _without_culprits(run, numbers)
     drops = [(found, found.ops)]
     zeros = [one for one in numbers if type(values[one]) is float and not values[one] and one not in found.ops]
     if skipped and zeros:
         more = _without_culprits(lambda raised: run(zeros, raised), zeros)
         drops.append((more, {rate: more.ops[rate] for rate in zeros if rate in more.ops}))
+    for one, own in drops:
+        for rate in one.choices & own.keys():
+            if not drops_if_drawn(rate):  # it chooses otherwise, such as teacher forcing
+                del own[rate]
     rates = [*known_drop_rates(model), *(rate for _, own in drops for rate in own if rate.constant is None)]
+    out_of_reach = {"the example does not run": found.unused, "torch.jit hides what they do": found.hidden}
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return DropRates(
         tuple(sorted(dict.fromkeys(rates), key=lambda rate: order[rate.layer])),
-        {"the example does not run": tuple(found.unused)} if found.unused else {},
+        {what: tuple(names) for what, names in out_of_reach.items() if names},
         {rate: tuple(dict.fromkeys(op.call.name for op in ops if op.call))
          for _, own in drops for rate, ops in own.items()},
         frozenset(rate for one, _ in drops for rate in one.per_sample),
@@ -272,8 +289,12 @@ class Arrivals:
         self.ops: dict[DropRate, list[Op]] = {}
         """The drops of each rate."""
         self.per_sample: list[DropRate] = []
+        self.choices: set[DropRate] = set()
+        """Those whose draws decide which way the forward goes."""
         self.unused: list[str] = []
         """The outermost parts that the forward did not run."""
+        self.hidden: list[str] = []
+        """The outermost parts whose operations `torch.jit` hides."""
         self._modules = dict(model.named_modules())
         self._sources, self._complements = sources, {1 - value: source for value, source in sources.items()}
         self.scales = {*self._complements, *(1 / kept for kept in self._complements)}
@@ -300,20 +321,20 @@ class Arrivals:
             elif op.name in DROPOUTS or op.name in ATTENTION:
                 self._at_drop(op, active_rate(op))
             elif op.name == "bernoulli":
-                self._at_draw(op, op.argument(1, "p", filled.get(op.args[0])), _keeps(trace, op))
+                self._at_draw(op, op.argument(1, "p", filled.get(op.args[0])), *_use(trace, op))
             elif op.name in {*_COMPARISONS, "add"} and len(op.args) > 1:
                 operands = [arg for arg in op.args[:2] if arg not in draws]
                 if len(operands) == 1:
-                    keeps = _keeps(trace, op)
+                    keeps, user = _use(trace, op)
                     is_less = op.name == "add" or (op.name in ("lt", "le")) == (op.args[0] in draws)
-                    self._at_draw(op, operands[0], keeps if is_less or keeps is None else not keeps)
+                    self._at_draw(op, operands[0], keeps if is_less or keeps is None else not keeps, user)
         for name, module in self._modules.items():
             parent = name.rpartition(".")[0]
             while parent and not has_forward(self._modules[parent]):
                 parent = parent.rpartition(".")[0]
             is_part = has_forward(module) and any(module.children())
             if is_part and name not in trace.calls_of and parent in trace.calls_of:
-                self.unused.append(name)
+                (self.hidden if isinstance(module, torch.jit.ScriptModule) else self.unused).append(name)
 
     def _at_drop(self, op: Op, rate: Any) -> None:
         """A function that drops with probability `rate`."""
@@ -322,12 +343,19 @@ class Arrivals:
         elif rate and not isinstance(rate, Node):
             self.ops.setdefault(_constant(op, rate), []).append(op)
 
-    def _at_draw(self, op: Op, number: Any, keeps: bool | None) -> None:
-        """A random choice with probability `number`: that of keeping, of dropping, or, for None, of either."""
+    def _at_draw(self, op: Op, number: Any, keeps: bool | None, user: Op | None) -> None:
+        """A random choice with probability `number`: that of keeping, of dropping, or, for None, of either.
+
+        `user` is the operation that it acts in, None if it decides which way the forward goes.
+        """
         direct, complement = self._source(number, self._sources), self._source(number, self._complements)
         source, is_direct = direct or complement, direct is not None
         if source is None or (keeps is is_direct or (keeps is None and is_direct and source[1] >= 0.5)):
             return  # no number of the model, or it may be the probability to keep
+        if user is None:
+            self.choices.add(source[0])
+        elif any(node.is_data and node.dtype in _INTEGERS for node in user.inputs):
+            return  # it chooses tokens, such as those that a model has to predict
         self.ops.setdefault(source[0], []).append(op)
         shape = op.outputs[0].shape
         if len(shape) > 1 and op.outputs[0].size == shape[0]:
@@ -368,18 +396,21 @@ class Arrivals:
         return sources.get(number) if isinstance(number, float) else None
 
 
-def _keeps(trace: Trace, op: Op) -> bool | None:
-    """Whether 1 keeps, where a random choice multiplies or selects, or drops, where it masks; None if neither shows."""
+def _use(trace: Trace, op: Op) -> tuple[bool | None, Op | None]:
+    """Return whether 1 keeps, where a random choice multiplies or selects, or drops, where it masks; and what uses it.
+
+    None for the first if neither shows, and for both if no operation does.
+    """
     keeps, node = True, op.outputs[0]
     while users := trace.users.get(node):
         op = users[0]
         if op.name in ("mul", "masked_fill"):
-            return keeps == (op.name == "mul")
+            return keeps == (op.name == "mul"), op
         if op.name == "where":
-            return keeps == (isinstance(op.args[1], Node) and op.args[1].is_data)
+            return keeps == (isinstance(op.args[1], Node) and op.args[1].is_data), op
         if op.name in ("logical_not", "bitwise_not", "invert", "rsub"):
             keeps = not keeps
         elif len(op.inputs) > 1:
-            return None
+            return None, op
         node = op.outputs[0]
-    return None
+    return None, None

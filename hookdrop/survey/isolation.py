@@ -103,12 +103,15 @@ def _copied_buffers(model: nn.Module, trains: bool) -> Iterator[None]:
     uncopied = [(name, x, version_of(x)) for name, x in model.named_buffers() if id(x) not in copies]
     try:
         for table, originals in tables:
-            table.update({name: copies.get(id(buffer), buffer) for name, buffer in originals.items()})
+            for name, buffer in originals.items():
+                table[name] = copies.get(id(buffer), buffer)
         yield
     finally:
         for table, originals in tables:
-            table.clear()
-            table.update(originals)
+            if [*table.keys()] != [*originals]:  # the forward has registered or deleted a buffer
+                table.clear()
+            for name, buffer in originals.items():
+                table[name] = buffer
         if modified := [name for name, buffer, version in uncopied if version_of(buffer) != version]:
             warn(
                 f"this forward modified {some(modified)}, which {'is' if len(modified) == 1 else 'are'} too large to "

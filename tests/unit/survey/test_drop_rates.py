@@ -79,6 +79,9 @@ NEITHER: dict[str, nn.Module] = {
     "a small probability to select": toy(lambda net, x: torch.where(torch.rand_like(x) < net.keep, x, 0.0), keep=0.3),
     "a large probability to go on": toy(lambda net, x: x * 2 if torch.rand(()) < net.keep else x, keep=0.9),
     "a mask of what is not kept": toy(lambda net, x: x.masked_fill(torch.rand_like(x) > net.keep, 0.0), keep=0.3),
+    "scheduled sampling": toy(lambda net, x: [x := x[:1] if torch.rand(1) < net.ratio else x * 2 for _ in x][-1], ratio=0.3),
+    "an image that is turned": toy(lambda net, x: (x.flip(-1) if torch.rand(()) < net.rate else x) * 2, rate=0.3),
+    "tokens to predict": toy(lambda net, x: x * x.long().masked_fill(torch.rand(x.shape) < net.rate, 0), rate=0.15),
     "eval mode": toy(lambda net, x: F.dropout(x, 0.3, training=False)),
     "a constant rate of 0": toy(lambda net, x: F.dropout(x, 0.0)),
     "a random number below 1": toy(lambda net, x: x * (torch.rand_like(x) < 1.0)),
@@ -168,10 +171,21 @@ class TestPlaces:
         assert rates(model) == [("place", "chance")]
 
     def test_part_that_the_example_does_not_run_is_reported(self) -> None:
-        model = toy(lambda net, x: net.used(x), used=nn.Dropout(0.1), tower=nn.Sequential(nn.Linear(8, 8)))
+        scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.1)))
+        model = toy(
+            lambda net, x: net.hidden(net.used(x)),
+            used=nn.Dropout(0.1),
+            tower=nn.Sequential(nn.Linear(8, 8)),
+            hidden=scripted,
+        )
+        before = [*scripted.buffers()]
         found = find_drop_rates(model, X)
         assert [rate.layer for rate in found.rates] == ["used"]
-        assert found.out_of_reach == {"the example does not run": ("tower",)}
+        assert found.out_of_reach == {
+            "the example does not run": ("tower",),
+            "torch.jit hides what they do": ("hidden",),
+        }
+        assert all(map(torch.equal, before, scripted.buffers()))
 
     def test_objects_that_raise_are_passed_over(self) -> None:
         class Lazy:
