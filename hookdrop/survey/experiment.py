@@ -43,7 +43,7 @@ def experiment(
         watch(name, "output", output)
         return edits[name](output) if name in edits else None
 
-    changes = restored_after(model, trains=bool(training)), restored_objects(model), hooked(model, before, after)
+    changes = restored_after(model, trains=bool(training)), restored_objects(model, example), hooked(model, before, after)
     with changes[0], changes[1], torch.no_grad(), changes[2]:
         set_modes(model, training)
         values = _random_values(model) if random_weights else {}
