@@ -219,6 +219,7 @@ class RowsHook(Around):
         if any(output is one for one in call.containers):
             for key in range(len(output)) if isinstance(output, list) else output:
                 output[key] = result[key]
+            return output
         return result
 
     def _check(self, call: _Call, subset: Subset, output: Any) -> None:

@@ -268,6 +268,12 @@ def forked_rng(*where: nn.Module | Tensor) -> Iterator[None]:
             sys.modules["numpy"].random.set_state(states[1])
 
 
+def rng_states(devices: Iterable[str]) -> list[Tensor]:
+    """Return the states of PyTorch's generators on the CPU and on accelerators of these types."""
+    states = (state for device in devices for state in torch.get_device_module(device).get_rng_state_all())
+    return [torch.default_generator.get_state(), *states]
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Run compiled code uncompiled inside, so that no hook is ignored. Does nothing if the compiler is not imported."""
     stance: Any = torch.compiler.set_stance

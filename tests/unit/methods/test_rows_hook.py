@@ -302,16 +302,43 @@ def test_kept_samples_are_right_where_samples_mix_only_sometimes(mixes: str) -> 
         torch.testing.assert_close(found[kept], expected[kept])
 
 
-def test_a_layer_that_updates_statistics_runs_on_all_samples() -> None:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        if m.training:
-            m.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
-        return x + m.fc(x - m.mean)
+def leaves(m: Any, x: Any, where: Any = None) -> Any:
+    """Leaves the result, or its mean, in an attribute, a buffer, a list, or the dictionary from which it takes x."""
+    y = (value := x["x"] if isinstance(x, dict) else x) + m.fc(value)
+    m.__dict__.update({"own": y.mean()} if where == "attribute" else {})
+    m.mean = (m.mean + y.mean((0, 1))).detach() if where == "buffer" else m.mean
+    where.append(y) if isinstance(where, list) else None
+    return (x.update(x=y), x)[1] if isinstance(x, dict) else y
 
-    hooked = toy(lambda m, x: m.layers[0](x), layers=nn.ModuleList([toy(forward, fc=nn.Linear(4, 4))]))
-    hooked.layers[0].register_buffer("mean", torch.zeros(4))
-    (site,) = plan(hooked, LayerDrop(0.5), layers="layers.0", example_input=X).sites
-    assert "on all samples: changes a parameter or a buffer" in site.runs
+
+@MODES
+@pytest.mark.parametrize("where", ["attribute", "buffer", "list", "dictionary"])
+def test_what_a_layer_leaves_elsewhere_is_that_of_all_samples(where: str, mode: str) -> None:
+    """And the caller of a layer that changes a dictionary may read that, or what is returned."""
+    one = toy(leaves, fc=nn.Linear(4, 4))
+    one.register_buffer("mean", torch.zeros(4))
+    clean, hooked = copy.deepcopy(one), toy(lambda m, *args: m.layer(*args), layer=one)
+
+    def arguments() -> Any:
+        return {"x": X} if where == "dictionary" else X, [] if where == "list" else where
+
+    settings: Any = {"layers": "layer", "example_input": (given := arguments())}
+    assert "on all samples" in plan(hooked, LayerDrop(0.5, mode), **settings).sites[0].runs
+    assert given[1] in (where, [])
+    inject(hooked, LayerDrop(0.5, mode), **settings)
+    full, seen = clean(X, "attribute"), set[bool]()
+    for _ in range(9):
+        x, place = arguments()
+        y = hooked(x, place)
+        assert y is x or where != "dictionary"
+        found = y["x"] if where == "dictionary" else y
+        kept = (found != X).flatten(1).any(1)
+        torch.testing.assert_close(found, torch.where(kept[:, None, None], full, X))
+        seen.update(kept.tolist())
+        left = {"attribute": getattr(one, "own", None), "list": place[0]}.get(where)
+        assert left is None or torch.equal(left, full.mean() if where == "attribute" else full)
+    assert seen == {True, False}
+    assert where != "buffer" or torch.allclose(one.mean, 9 * full.mean((0, 1)))
 
 
 def test_writes_to_another_argument_are_kept() -> None:
