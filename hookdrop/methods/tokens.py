@@ -158,8 +158,8 @@ class neftune(Recipe):
     """NEFTune: noise on the token embeddings while a language model is fine-tuned. A schedule drives `alpha`.
 
     Jain et al. 2023, arXiv:2310.05914. The site is the layer that first looks up tokens that the model is called with:
-    in an encoder-decoder, those of the encoder. A warning names others. With the same seed, the noise equals that of
-    transformers' Trainer with `neftune_noise_alpha`, bit for bit.
+    in an encoder-decoder, those of the encoder. A warning names other layers that look them up. With the same seed, the
+    noise equals that of transformers' Trainer with `neftune_noise_alpha`, bit for bit.
 
     Args:
         alpha: scale of the noise; the paper uses 5, 10 and 15.
@@ -203,5 +203,5 @@ class neftune(Recipe):
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
         first, *others = [repr(name) if name else "the model itself" for name in survey.token_embeddings]
-        fact = f"neftune hooks {first} only; {', '.join(others)} also looks up what the model is called with."
+        fact = f"neftune hooks {first} alone, although the tokens are also looked up in {', '.join(others)}."
         return [f"{fact}\n  hook other layers: inject(model, NEFTune(alpha=5), layers=[...])"] if others else []

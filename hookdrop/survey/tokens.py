@@ -58,27 +58,27 @@ def find_patches(trace: Trace) -> str | None:
 
 
 def find_embeddings(trace: Trace, given: list[Tensor]) -> list[str]:
-    """Return the layers that look up the tokens that the model is called with, in the order of execution.
+    """Return the layers that look up the first tokens that the model is called with, in the order of execution.
 
-    `given` are the tensors of the example. Integers that are equal in all samples or in all places, such as positions,
-    are no tokens, and neither are those of 0 and 1, such as masks and segments. If there are no others, they count. The
-    name is empty where the model itself looks them up.
+    `given` are the tensors of the example. Tokens differ between samples, unlike positions, and between places, and are
+    not all 0 or 1, as in masks and segments. If none do, as in a batch of 1, all that may be tokens count. The name is
+    empty where the model itself looks them up.
     """
-    found: dict[str, list[Tensor]] = {}
+    found: list[tuple[str, int]] = []
     for op in trace.ops:
         if op.name == "embedding" and op.call is not None:
             indices = [(node.shape, _given(node)) for node in op.inputs if _given(node).leaf == "input"]
-            shapes = [node.shape[:-1] for node in op.call.outputs if len(node.shape) == 3]
-            if indices and indices[0][0] in shapes:
-                found.setdefault(op.call.name, []).append(given[trace.inputs.index(indices[0][1])])
-    return [name for name, every in found.items() if any(map(_are_tokens, every))] or [*found]
+            if indices and any(len(x.shape) == 3 and x.shape[:-1] == indices[0][0] for x in op.call.outputs):
+                found.append((op.call.name, trace.inputs.index(indices[0][1])))
+    tokens = [index for _, index in found if _varies(given[index], (0, 1))]
+    chosen = tokens[:1] or [index for _, index in found if _varies(given[index], (1,))] or [*range(len(given))]
+    return [*dict.fromkeys(name for name, index in found if index in chosen)]
 
 
-def _are_tokens(x: Tensor) -> bool:
-    if is_fake(x) or x.is_meta:
+def _varies(x: Tensor, axes: tuple[int, ...]) -> bool:
+    if is_fake(x) or x.is_meta or x.dim() < 2 or bool(((x == 0) | (x == 1)).all()):
         return False
-    varies = all(bool((x != x.narrow(axis, 0, 1)).any()) for axis in range(x.dim())[:2])
-    return varies and not bool(((x == 0) | (x == 1)).all())
+    return all(bool((x != x.narrow(axis, 0, 1)).any()) for axis in axes)
 
 
 def _given(node: Node) -> Node:

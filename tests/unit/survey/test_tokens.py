@@ -123,7 +123,9 @@ GIVEN: dict[str, tuple[Form, Any, list[str]]] = {
     "mask": (lambda m, mask, ids: m.a(mask) + m.b(ids), (WORDS % 2, WORDS), ["b"]),
     "languages": (lambda m, at, ids: m.a(at) + m.b(ids), (WORDS[:, :1].repeat(1, 5), WORDS), ["b"]),
     "codebooks": (lambda m, ids: m.a(ids[..., 0]) + m.b(ids[..., 1]), torch.stack([WORDS, WORDS + 1], -1), ["a", "b"]),
-    "equal samples": (lambda m, at, ids: m.a(at) + m.b(ids), (WORDS[:1], WORDS[:1]), ["a", "b"]),
+    "one sample": (lambda m, at, ids: m.a(at) + m.b(ids), (torch.arange(5)[None], WORDS[:1]), ["a", "b"]),
+    "equal words": (lambda m, ids: m.b(ids), torch.ones(2, 5, dtype=torch.long), ["b"]),
+    "encoder and decoder": (lambda m, ids, more: m.b(ids).sum(1, keepdim=True) + m.a(more), (WORDS, WORDS + 1), ["b"]),
     "without a layer": (lambda m, ids: F.embedding(ids, m.a.weight) + m.b(ids), WORDS, ["", "b"]),
     "no integers": (lambda m, x: x, torch.ones(2, 3), []),
 }
@@ -139,7 +141,7 @@ def test_the_embeddings_of_tokens(forward: Any, example: Any, expected: list[str
     else:
         made = plan(model, neftune(), example_input=example)
         assert [site.name for site in made.sites] == expected[:1]
-        assert ["'b' also looks up" in text for text in made.warnings] == [True] * len(expected[1:])
+        assert ["looked up in 'b'" in text for text in made.warnings] == [True] * len(expected[1:])
 
 
 def around(before: Form) -> nn.Module:
