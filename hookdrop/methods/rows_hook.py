@@ -158,7 +158,8 @@ class RowsHook(Around):
 
     def _subset(self, module: nn.Module, value: Any, x: Tensor) -> Subset:
         """Return what the layer needs in calls of this kind; in the first one, a run without values shows it."""
-        from hookdrop.survey.subsets import HOOKED, find_subset, other_hooks  # only this needs it
+        from hookdrop.survey.isolation import other_hooks
+        from hookdrop.survey.subsets import HOOKED, find_subset  # only this needs it
 
         if any(map(other_hooks, module.children())):
             return HOOKED  # as long as they are there

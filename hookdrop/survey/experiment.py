@@ -22,7 +22,7 @@ def experiment(
     edits: Mapping[str, Edit],
     training: Training = False,
     *,
-    weights: Mapping[str, Tensor] | None = None,
+    weights: dict[str, Tensor] | None = None,
 ) -> None:
     """Call a model without wrappers and without gradients, and restore it.
 

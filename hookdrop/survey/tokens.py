@@ -8,7 +8,7 @@ and return the same as with all if these are equal. Windows, grids, relative pos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, combinations
@@ -92,16 +92,10 @@ def _given(node: Node) -> Node:
 
 
 class _Run(NamedTuple):
-    """What a run of the model shows of a layer and of those after it."""
-
-    tokens: list[Tensor]
-    """What the layer returned in each call, before it was changed."""
-    outputs: list[tuple[str, Tensor]]
-    """Each output after it, by layer, projected to the axes that may be those of the tokens."""
-    results: list[Tensor]
-    """What the model returned."""
-    states: list[list[Tensor]]
-    """The states of the random numbers before and after."""
+    tokens: list[Tensor]  #: What the layer returned in each call, before it was changed.
+    outputs: list[tuple[str, Tensor]]  #: Each output after it, projected to the axes that may be those of the tokens.
+    results: list[Tensor]  #: What the model returned.
+    states: list[list[Tensor]]  #: The states of the random numbers before and after.
 
 
 Edit = Callable[[Tensor], Tensor]
@@ -171,7 +165,7 @@ def _why_all(run: Callable[[Edit], _Run], before: _Run, layer: str, prefix: int,
 
 
 def _run(
-    model: nn.Module, example: Any, layer: str, weights: Mapping[str, Tensor], training: bool, edit: Edit | None
+    model: nn.Module, example: Any, layer: str, weights: dict[str, Tensor], training: bool, edit: Edit | None
 ) -> _Run:
     """Run the model with changed tokens of a layer, or with its own."""
     found = _Run([], [], [], [])
