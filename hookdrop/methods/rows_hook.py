@@ -56,6 +56,8 @@ class _Call(NamedTuple):
     originals: Mapping[int, tuple[Tensor, Tensor]] = MappingProxyType({})
     inputs: Sequence[tuple[str, Tensor, Tensor]] = ()
     """What a dropped sample may return instead: the name of the argument, the tensor, and what holds its values."""
+    containers: Sequence[Any] = ()
+    """The arguments that the layer may change and return, after which its caller may read either."""
 
 
 class RowsHook(Around):
@@ -150,6 +152,7 @@ class RowsHook(Around):
             # A layer that runs on all samples may write to them in place.
             copies = call.runs_on is None
             call = call._replace(inputs=[(name, y, y.clone() if copies else y) for name, y in given.values()])
+        call = call._replace(containers=[one for one in bound.values() if isinstance(one, dict | list)])
         self.calls.replace(call)
         return value
 
@@ -210,10 +213,15 @@ class RowsHook(Around):
             return old if is_argument else leaf  # one that the layer wrote to is its result
 
         try:
-            return map_tensor(map_leaves(output, restored), self.tensor, finish)
+            result = map_tensor(map_leaves(output, restored), self.tensor, finish)
         except Exception as error:
             self.explain(error)
             raise
+        if any(output is one for one in call.containers):
+            for key in range(len(output)) if isinstance(output, list) else output:
+                output[key] = result[key]
+            return output
+        return result
 
     def _check(self, call: _Call, subset: Subset, output: Any) -> None:
         if call.runs_on is None:

@@ -157,9 +157,9 @@ class patch_dropout(Recipe):
 class neftune(Recipe):
     """NEFTune: noise on the token embeddings while a language model is fine-tuned. A schedule drives `alpha`.
 
-    Jain et al. 2023, arXiv:2310.05914. The site is the layer that first looks up the integers that the model is
-    called with: in an encoder-decoder, those of the encoder. With the same seed, the noise equals that of transformers'
-    Trainer with `neftune_noise_alpha`, bit for bit.
+    Jain et al. 2023, arXiv:2310.05914. The site is the layer that first looks up tokens that the model is called with:
+    in an encoder-decoder, those of the encoder. A warning names other layers that look them up. With the same seed, the
+    noise equals that of transformers' Trainer with `neftune_noise_alpha`, bit for bit.
 
     Args:
         alpha: scale of the noise; the paper uses 5, 10 and 15.
@@ -187,8 +187,8 @@ class neftune(Recipe):
         NEFTune(self.alpha, attention_mask=self.attention_mask)
 
     def sites(self, model: nn.Module, survey: Survey) -> Sequence[RecipeSite]:
-        name = survey.token_embedding
-        if name is None:
+        name = next(iter(survey.token_embeddings), "")
+        if not name:
             raise LayerError(
                 f"neftune found no layer of {type(model).__name__} that looks up the tokens it is called with.\n"
                 '  name the embedding: inject(model, NEFTune(alpha=5), layers="tok_embeddings")\n'
@@ -200,3 +200,8 @@ class neftune(Recipe):
                 "  remove neftune_noise_alpha from the TrainingArguments"
             )
         return [RecipeSite(name, NEFTune(self.alpha, attention_mask=self.attention_mask))]
+
+    def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
+        first, *others = [repr(name) if name else "the model itself" for name in survey.token_embeddings]
+        fact = f"neftune hooks {first} alone, although the tokens are also looked up in {', '.join(others)}."
+        return [f"{fact}\n  hook other layers: inject(model, NEFTune(alpha=5), layers=[...])"] if others else []

@@ -296,7 +296,7 @@ class LayerDrop(DropRegularizer):
                 f"  name the one that a skipped layer returns: LayerDrop(p=..., argument={arguments[0]!r})   "
                 f"arguments: {', '.join(arguments)}"
             )
-        several = any(len({x for x in call.inputs if x.fits}) > 1 for call in survey.layers[name])
+        several = any(sum(x.fits for x in call.inputs) > 1 for call in survey.layers[name])
         return LayerDrop(self.p, self.mode, argument=arguments[0]) if several else self
 
     @property

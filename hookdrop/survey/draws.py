@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from hookdrop.core.tensor_tree import map_leaves, tensors
 from hookdrop.survey.experiment import experiment
-from hookdrop.survey.isolation import Training, forked_rng
+from hookdrop.survey.isolation import Training, forked_rng, rng_states
 
 
 class Line(NamedTuple):
@@ -97,8 +97,8 @@ class _Run(TorchFunctionMode):
         """With a `seed` of these generators: the lines in the order of execution, with a sum of what they computed."""
         self._changed, self._choose, self._calls, self._seed_of_others = changed, choose, Counter[Line](), seed
         given = (*model.parameters(), *model.buffers(), *tensors(example))
-        devices = {x.device.type for x in given} - {"cpu", "meta"}
-        self._modules: list[Any] = [torch.get_device_module(device) for device in devices]
+        self._devices = {x.device.type for x in given} - {"cpu", "meta"}
+        self._modules: list[Any] = [*map(torch.get_device_module, self._devices)]
         before: list[str] = []
 
         def watch(name: str, at: str, value: Any) -> None:
@@ -112,7 +112,7 @@ class _Run(TorchFunctionMode):
                 self.outputs += [x.detach().clone() for x in tensors(value)]
 
         with self:
-            experiment(model, example, watch, {}, training, random_weights=random_weights)
+            experiment(model, example, watch, {}, training, weights=None if random_weights else {})
 
     def differs(self, other: _Run) -> bool:
         pairs = zip(self.outputs, other.outputs, strict=False)
@@ -132,9 +132,9 @@ class _Run(TorchFunctionMode):
         if line == self._changed:
             seed = self._choose(range(seed + 1, seed + TRIES), key=lambda one: self._total(one, function, args, kwargs))
         self._seed(seed)
-        before = self._states()
+        before = rng_states(self._devices)
         output = function(*args, **kwargs or {})
-        if not all(map(torch.equal, before, self._states())):
+        if not all(map(torch.equal, before, rng_states(self._devices))):
             running = [one.f_locals["self"] for one in frames if one.f_code is nn.Module._call_impl.__code__]
             self.drawn.setdefault(line, {}).update(dict.fromkeys(running[:1]))  # the innermost module
         if self._seed_of_others is not None:
@@ -151,10 +151,6 @@ class _Run(TorchFunctionMode):
         args, kwargs = map_leaves((args, kwargs or {}), lambda x: x.clone() if isinstance(x, Tensor) else x)
         self._seed(seed)
         return _total(function(*args, **kwargs))
-
-    def _states(self) -> list[Tensor]:
-        states = (state for module in self._modules for state in module.get_rng_state_all())
-        return [torch.default_generator.get_state(), *states]
 
 
 def _total(value: Any) -> float:

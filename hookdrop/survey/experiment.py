@@ -22,18 +22,15 @@ def experiment(
     edits: Mapping[str, Edit],
     training: Training = False,
     *,
-    random_weights: bool = True,
+    weights: dict[str, Tensor] | None = None,
 ) -> None:
     """Call a model without wrappers and without gradients, and restore it.
-
-    Parameters that are almost 0 are random meanwhile. They hide what depends on them: a position bias, the last layer
-    of a branch or its scale are often 0 at initialization, and no longer after the first update.
 
     Args:
         model, example, training: as for `record`.
         watch: called with the name of a layer, `"input"` or `"output"`, and what the layer gets or returns.
         edits: functions that change the output of layers, by name; `watch` sees the output before.
-        random_weights: whether these parameters are random.
+        weights: what some parameters are meanwhile, by name; None: `random_weights`.
     """
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -43,28 +40,34 @@ def experiment(
         watch(name, "output", output)
         return edits[name](output) if name in edits else None
 
-    changes = restored_after(model, trains=bool(training)), restored_objects(model), hooked(model, before, after)
+    changes = (
+        restored_after(model, trains=bool(training)),
+        restored_objects(model, example),
+        hooked(model, before, after),
+    )
     with changes[0], changes[1], torch.no_grad(), changes[2]:
         set_modes(model, training)
-        values = _random_values(model) if random_weights else {}
+        values = random_weights(model) if weights is None else weights
         call((lambda *args, **kwargs: functional_call(model, values, args, kwargs)) if values else model, example)
 
 
-def _random_values(model: nn.Module) -> dict[str, Tensor]:
-    """Return random numbers for the parameters that are almost 0, by name.
+def random_weights(model: nn.Module, *, everywhere: bool = False) -> dict[str, Tensor]:
+    """Return random numbers for the parameters that are almost 0, by name; `everywhere`, noise is added to all others.
 
-    The parameters themselves are not written to. Those that are parts of something else are left alone: sharded and
-    quantized ones, which have a type of their own, and those without values, on the meta device.
+    They hide what depends on them: a position bias, the last layer of a branch or its scale are often 0 at
+    initialization, gains are 1 and weights small, and no longer after some updates. The parameters themselves are not
+    written to. Those that are parts of something else are left alone: sharded and quantized ones, which have a type of
+    their own, and those without values, on the meta device.
     """
     generator = torch.Generator().manual_seed(0)
     plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     found: dict[str, Tensor] = {}
     for name, x in model.named_parameters():
         usable = type(x) is nn.Parameter and x.dtype in plain and not x.is_meta and x.numel()
-        if usable and torch.linalg.vector_norm(x.detach(), torch.inf) < _ALMOST_0:
+        if usable and (everywhere or torch.linalg.vector_norm(x.detach(), torch.inf) < _ALMOST_0):
             # Of a square matrix, 1 / sqrt(inputs), which keeps the size of what passes.
             noise = torch.randn(x.shape, generator=generator, device="cpu") * x.numel() ** -0.25
-            found[name] = nn.Parameter(noise.to(x), requires_grad=False)
+            found[name] = nn.Parameter(x.detach() * everywhere + noise.to(x), requires_grad=False)
     return found
 
 

@@ -24,7 +24,7 @@ from hookdrop.survey.heads import Heads, Scores, find_heads, find_scores
 from hookdrop.survey.isolation import Training, forked_rng, other_hooks
 from hookdrop.survey.layers import LayerCalls, find_skippable, find_streams, layer_calls
 from hookdrop.survey.samples import Samples, Site, growing_axis, is_batched, row_orders, why_no_batch
-from hookdrop.survey.tokens import Patches, find_embedding, find_patches, removable_patches
+from hookdrop.survey.tokens import Patches, find_embeddings, find_patches, removable_patches
 from hookdrop.survey.trace import Call, Node, Trace, record
 
 if TYPE_CHECKING:
@@ -93,13 +93,16 @@ class Survey:
     @cached_property
     def batch_axis(self) -> int | str:
         """The axis of the example with the samples, 0 or 1, or why there is none; 0 if this cannot be tried."""
-        if is_batched(self.trace) or not self._has_values:
+        if not self._has_values:
             return 0
-        reasons = dict[int, str]()
+        reasons, batched = dict[int, str](), is_batched(self.trace)
         for axis in (0, 1):
             try:
-                reasons[axis] = why_no_batch(self._row_orders(axis), *self._two_and_three(axis))
+                orders = {} if batched and axis == 0 else self._row_orders(axis)
+                reasons[axis] = why_no_batch(orders, *self._two_and_three(axis))
             except InjectionError:  # such as the images of a detector, which are a list
+                if batched:
+                    break
                 continue
             if not reasons[axis]:
                 return axis
@@ -145,13 +148,14 @@ class Survey:
         if not self._has_values:
             return _NO_VALUES
         if layer not in self._tokens:
-            self._tokens[layer] = removable_patches(self.model, self.example.varied((0, 1)), layer)
+            with at_zero(self.model, self.all_drop_rates.rates):
+                self._tokens[layer] = removable_patches(self.model, self.example.varied((0, 1)), layer)
         return self._tokens[layer]
 
     @cached_property
-    def token_embedding(self) -> str | None:
-        """The layer that looks up the integers that the model is called with; None if there is none."""
-        return find_embedding(self.trace)
+    def token_embeddings(self) -> list[str]:
+        """The layers that look up the tokens that the model is called with, in the order of execution."""
+        return find_embeddings(self.trace, tensors(self.example.value))
 
     def calls(self, name: str, at: str = "output", tensor: TensorKey = None) -> LayerCalls:
         """Return the calls of a layer, as a hook with these settings would see them."""

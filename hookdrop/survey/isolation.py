@@ -128,23 +128,35 @@ def _may_be_written_to(module: nn.Module, buffer: Tensor, trains: bool) -> bool:
 
 
 @contextmanager
-def restored_objects(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of all modules, and remove the fake tensors that a forward stored elsewhere.
+def restored_objects(model: nn.Module, example: Any = None) -> Iterator[Callable[[], list[Tensor]]]:
+    """Restore the attributes of all modules and the containers in an example; remove fake tensors stored elsewhere.
 
     Those may be in objects that modules hold, in the globals and closures of the code of a model, and in its caches.
+    Inside, a function returns the tensors that were stored since, in any of these.
     """
     own = [cls for cls in {cls for module in model.modules() for cls in type(module).__mro__} if _is_foreign(cls)]
     code = [vars(sys.modules[name]) for name in {cls.__module__ for cls in own} & sys.modules.keys()]
     attributes = [vars(module) for module in model.modules()]
     captured = [_captured(value) for table in (*attributes, *map(vars, own)) for value in table.values()]
-    tables = _tables([*attributes, *code, *(dict(vars(cls)) for cls in own), *captured])
+    given = _tables([[example]])
+    tables = _tables([*attributes, *code, *(dict(vars(cls)) for cls in own), *captured, *given])
     saved = [(table, copy.copy(table)) for table in tables if not isinstance(table, tuple)]
-    always = {id(one) for table in attributes for one in (table, *table.values())}
+    always = {id(one) for table in attributes for one in (table, *table.values())} | {*map(id, given)}
+
+    def changed() -> list[tuple[Any, Any]]:
+        return [(table, old) for table, old in saved if _identities(table) != _identities(old)]
+
+    def stored() -> list[Tensor]:
+        known = {id(value) for _, old in saved for value in _values(old)}
+        added = [value for table, _ in changed() for value in _values(table) if id(value) not in known]
+        every = [value for table in _tables([added]) for value in _values(table)]
+        return [value for value in every if issubclass(type(value), Tensor) and id(value) not in known]
+
     try:
-        yield
+        yield stored
     finally:
-        for table, old in saved:
-            if _identities(table) != _identities(old) and (id(table) in always or _has_fake_tensors(table)):
+        for table, old in changed():
+            if id(table) in always or _has_fake_tensors(table):
                 table.clear()
                 table.extend(old) if isinstance(table, list | deque) else table.update(old)
         for value in (value for table in (*code, *map(vars, own)) for value in list(table.values())):
@@ -211,7 +223,7 @@ def _tables(roots: Iterable[Any]) -> list[Any]:
         table = waiting.pop()
         if id(table) not in found:
             found[id(table)] = table
-            for value in list(table.values() if isinstance(table, dict) else table):
+            for value in _values(table):
                 kind = type(value)  # `isinstance` runs code of proxies
                 if kind in _CONTAINERS or issubclass(kind, tuple):
                     waiting.append(value)
@@ -222,12 +234,16 @@ def _tables(roots: Iterable[Any]) -> list[Any]:
     return list(found.values())
 
 
+def _values(table: Any) -> list[Any]:
+    return list(table.values() if isinstance(table, dict) else table)
+
+
 def _identities(table: Any) -> list[Any]:
     return [(key, id(value)) for key, value in table.items()] if isinstance(table, dict) else [*map(id, table)]
 
 
 def _has_fake_tensors(table: Any) -> bool:
-    values = (value for one in _tables([table]) for value in (one.values() if isinstance(one, dict) else one))
+    values = (value for one in _tables([table]) for value in _values(one))
     return any(type(value).__name__ == "FakeTensor" for value in values)
 
 
@@ -253,6 +269,12 @@ def forked_rng(*where: nn.Module | Tensor) -> Iterator[None]:
         random.setstate(states[0])
         if states[1] is not None:
             sys.modules["numpy"].random.set_state(states[1])
+
+
+def rng_states(devices: Iterable[str]) -> list[Tensor]:
+    """Return the states of PyTorch's generators on the CPU and on accelerators of these types."""
+    states = (state for device in devices for state in torch.get_device_module(device).get_rng_state_all())
+    return [torch.default_generator.get_state(), *states]
 
 
 def uncompiled() -> AbstractContextManager[Any]:

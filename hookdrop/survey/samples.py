@@ -98,7 +98,7 @@ def _module_with_batch(two: Call, three: Call) -> str | None:
 
 
 def is_batched(trace: Trace) -> bool:
-    """Whether a convolution reads the example as a batch: its axis 0 has the samples, and no experiment is needed."""
+    """Whether a convolution reads the example as a batch: axis 0 has the samples, or parts of one, as in a bag."""
     for op in trace.ops:
         if op.name in CONVS and len(op.inputs[0].shape) == len(op.inputs[1].shape):
             x = op.inputs[0]

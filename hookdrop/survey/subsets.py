@@ -134,15 +134,20 @@ def _run(
     mixes = _mix(trace, chosen, selected, leaves, count)
     depends = trace.reached(selected)
     rest = [node for node in dict.fromkeys(outputs) if node not in (*chosen, *inputs)]
-    # A table of positions that is repeated for each sample and head: its size depends on the samples.
-    others = [node for node in rest if node in depends or any(size and size % count == 0 for size in node.shape)]
-    named = ", ".join(describe(node.without_values()) for node in others)
+
+    def named(nodes: list[Node]) -> str:
+        # A table of positions that is repeated for each sample and head: its size depends on the samples.
+        more = [one for one in nodes if one in depends or any(size and size % count == 0 for size in one.shape)]
+        return ", ".join(describe(node.without_values()) for node in more)
+
     changed = [_whole(op.inputs[0]) for op in trace.ops if op.is_in_place]
-    if any(node in selected and node.index - len(weights) not in written for node in changed):
+    if trace.changes_arguments or any(x in selected and x.index - len(weights) not in written for x in changed):
         return Subset(obstacle="changes an argument in place")
     if any(node.leaf == "weight" for node in changed):
         return Subset(obstacle="changes a parameter or a buffer, such as statistics of a batch")
-    obstacle = f"also returns {named}, which depends on the samples" if others else ""
+    kept = [node for node in trace.stored if node not in inputs]
+    obstacle = f"keeps {stored} elsewhere, with skipped samples too" if (stored := named(kept)) else ""
+    obstacle = f"also returns {others}, which depends on the samples" if (others := named(rest)) else obstacle
     why = "cannot run on some of the samples (one of them changes the result of others)" if mixes else ""
     return Subset(arguments, len(outputs), obstacle, why)
 

@@ -1,23 +1,28 @@
 """Find the image patches of a vision transformer, and check that the layers after them do not need all of them.
 
 The patches are the last tensor (N, L, C) before the first attention through which all of the image passes. Tokens that
-are equal for two different images are class tokens or registers. Two passes then show whether patches may be removed:
-with the patches in another order, later layers must compute the same in that order, and with fewer patches they must
-run. Windows, grids, relative positions and rotary embeddings fail one of both.
+are equal for two different images are class tokens or registers. Three passes then show whether patches may be removed:
+with the patches in another order, later layers must compute the same in that order; with fewer patches they must run,
+and return the same as with all if these are equal. Windows, grids, relative positions and rotary embeddings fail.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hookdrop.core.errors import InjectionError
 from hookdrop.core.tensor_tree import map_tensor, tensors
-from hookdrop.survey.experiment import changes, experiment
+from hookdrop.core.torch_internals import is_fake
+from hookdrop.survey.experiment import changes, experiment, random_weights
 from hookdrop.survey.heads import attention_cores
+from hookdrop.survey.isolation import rng_states
 from hookdrop.survey.ops import HIDDEN_ATTENTION
 from hookdrop.survey.trace import Node, Trace
 
@@ -52,14 +57,28 @@ def find_patches(trace: Trace) -> str | None:
     return None
 
 
-def find_embedding(trace: Trace) -> str | None:
-    """Return the layer that looks up the integers that the model is called with; None if there is none."""
+def find_embeddings(trace: Trace, given: list[Tensor]) -> list[str]:
+    """Return the layers that look up the first tokens that the model is called with, in the order of execution.
+
+    `given` are the tensors of the example. Tokens differ between samples, unlike positions, and between places, and are
+    not all 0 or 1, as in masks and segments. If none do, as in a batch of 1, all that may be tokens count. The name is
+    empty where the model itself looks them up.
+    """
+    found: list[tuple[str, int]] = []
     for op in trace.ops:
         if op.name == "embedding" and op.call is not None:
-            indices = [node.shape for node in op.inputs if _given(node).leaf == "input"]
-            if any(len(node.shape) == 3 and node.shape[:-1] in indices[:1] for node in op.call.outputs):
-                return op.call.name or None
-    return None
+            indices = [(node.shape, _given(node)) for node in op.inputs if _given(node).leaf == "input"]
+            if indices and any(len(x.shape) == 3 and x.shape[:-1] == indices[0][0] for x in op.call.outputs):
+                found.append((op.call.name, trace.inputs.index(indices[0][1])))
+    tokens = [index for _, index in found if _varies(given[index], (0, 1))]
+    chosen = tokens[:1] or [index for _, index in found if _varies(given[index], (1,))] or [*range(len(given))]
+    return [*dict.fromkeys(name for name, index in found if index in chosen)]
+
+
+def _varies(x: Tensor, axes: tuple[int, ...]) -> bool:
+    if is_fake(x) or x.is_meta or x.dim() < 2 or bool(((x == 0) | (x == 1)).all()):
+        return False
+    return all(bool((x != x.narrow(axis, 0, 1)).any()) for axis in axes)
 
 
 def _given(node: Node) -> Node:
@@ -72,56 +91,99 @@ def _given(node: Node) -> Node:
     return node
 
 
+class _Run(NamedTuple):
+    tokens: list[Tensor]  #: What the layer returned in each call, before it was changed.
+    outputs: list[tuple[str, Tensor]]  #: Each output after it, projected to the axes that may be those of the tokens.
+    results: list[Tensor]  #: What the model returned.
+    states: list[list[Tensor]]  #: The states of the random numbers before and after.
+
+
+Edit = Callable[[Tensor], Tensor]
+
+
 def removable_patches(model: nn.Module, example: Any, layer: str) -> Patches | str:
     """Return the patches among the tokens (N, L, C) that a layer returns, or why later layers need all of them.
 
-    `model` is without wrappers, and `example` has two different samples.
+    `model` is without wrappers and at dropout rates of 0, and `example` has two different samples. The model runs in
+    training mode, in which patches are removed, unless it cannot or draws random numbers there. All its weights are
+    random: at first, many hide what later depends on the position.
     """
-    returned, outputs = _run(model, example, layer, None)
-    tokens = returned[0] if len(returned) == 1 else None
+    weights = random_weights(model, everywhere=True)
+    for training in (True, False):
+        run = partial(_run, model, example, layer, weights, training)
+        try:
+            before = run(None)
+        except InjectionError:  # it may need labels there
+            if not training:
+                raise
+            continue
+        if all(map(torch.equal, *before.states)):
+            break
+    if not before.results:
+        return "it returns no tensor, or hides it in an object, so it is unknown what it needs"
+    tokens = before.tokens[0] if len(before.tokens) == 1 else None
     if tokens is None or tokens.dim() != 3 or len(tokens) != 2:
         return f"{layer!r} does not return one tensor (N, L, C) in each forward"
     equal = (tokens[0] == tokens[1]).all(-1)
     length, prefix = tokens.shape[1], int(equal.sum())
     if not equal[:prefix].all() or length - prefix < 2:
         return f"the tokens of {layer!r} that do not depend on the image are not the first ones"
+    return _why_all(run, before, layer, prefix, length) or Patches(layer, prefix)
+
+
+def _why_all(run: Callable[[Edit], _Run], before: _Run, layer: str, prefix: int, length: int) -> str:
+    """Return why the layers after one need all of its tokens; empty if they do not."""
     patches = torch.arange(prefix, length, device="cpu")
     order = torch.cat([torch.arange(prefix, device="cpu"), patches.roll(1 + len(patches) // 3)])
-    for how, chosen in (("in another order", order), ("with fewer tokens", order[: prefix + len(patches) // 2])):
+
+    def equal_ones(count: int) -> Edit:
+        return lambda x: x.mean(1, keepdim=True).expand(-1, count, -1)
+
+    edits = {
+        "in another order": lambda x: x[:, order.to(x.device)],
+        "with fewer tokens": equal_ones(prefix + len(patches) // 2),
+        "with equal tokens": equal_ones(length),
+    }
+    results = list[list[Tensor]]()
+    for how, edit in edits.items():
         try:
-            changed = _run(model, example, layer, chosen)[1]
+            changed = run(edit)
         except Exception as error:  # models fail in any way
             reason = "".join(str(error.__cause__ or error).strip().splitlines()[:1])
             return f"the layers after {layer!r} do not run {how}: {reason}"
-        for (name, before), (_, after) in zip(outputs, changed if chosen is order else (), strict=False):
-            if before.shape != after.shape or not _same_in_another_order(before, after, order):
-                return f"{name!r} depends on the position of the tokens that it gets"
-    return Patches(layer, prefix)
+        for (name, x), (_, y) in zip(before.outputs, () if results else changed.outputs, strict=False):
+            if x.shape != y.shape or not _same_in_another_order(x, y, order):
+                return f"{repr(name) if name else 'the model'} depends on the position of the tokens that it gets"
+        results.append(changed.results)
+    # The mean, the maximum and attention of equal tokens are the same for any number of them, unlike the sum.
+    for x, y in zip(*results[1:], strict=False):
+        sizes = [slice(min(pair)) for pair in zip(x.shape, y.shape, strict=False)]
+        is_map = sum(a != b for a, b in zip(x.shape, y.shape, strict=False)) > 1  # of attention between all tokens
+        if x.dim() != y.dim() or (not is_map and changes(x[*sizes], y[*sizes], 1e-3).any()):
+            return f"what the model returns depends on the number of tokens that {layer!r} returns, as a sum does"
+    return ""
 
 
 def _run(
-    model: nn.Module, example: Any, layer: str, chosen: Tensor | None
-) -> tuple[list[Tensor], list[tuple[str, Tensor]]]:
-    """Run the model with the chosen tokens of a layer, or with all.
-
-    Returns:
-        What the layer returned in each call, and each output after it, by layer, projected to the axes that may be
-        those of the tokens.
-    """
-    returned, outputs = list[Tensor](), list[tuple[str, Tensor]]()
+    model: nn.Module, example: Any, layer: str, weights: dict[str, Tensor], training: bool, edit: Edit | None
+) -> _Run:
+    """Run the model with changed tokens of a layer, or with its own."""
+    found = _Run([], [], [], [])
+    devices = {x.device.type for x in (*model.parameters(), *tensors(example))} - {"cpu", "meta"}
 
     def watch(name: str, at: str, value: Any) -> None:
+        floats = [x for x in tensors(value) if x.is_floating_point()]
+        if name == "":
+            found.states.append(rng_states(devices))
+            found.results.extend(floats if at == "output" else ())
         if at == "output" and name == layer:
-            returned.extend(tensors(value)[:1])
-        elif at == "output" and not name.startswith(f"{layer}.") and returned and returned[0].dim() > 1:
-            length = returned[0].shape[1]
-            outputs.extend((name, _projected(x, length)) for x in tensors(value) if x.is_floating_point())
+            found.tokens.extend(tensors(value)[:1])
+        elif at == "output" and not name.startswith(f"{layer}.") and found.tokens and found.tokens[0].dim() > 1:
+            found.outputs.extend((name, _projected(x, found.tokens[0].shape[1])) for x in floats)
 
-    def edit(output: Any) -> Any:
-        return output if chosen is None else map_tensor(output, None, lambda x: x[:, chosen.to(x.device)])
-
-    experiment(model, example, watch, {layer: edit})
-    return returned, outputs
+    edits = {} if edit is None else {layer: lambda output: map_tensor(output, None, edit)}
+    experiment(model, example, watch, edits, training, weights=weights)
+    return found
 
 
 def _projected(x: Tensor, length: int) -> Tensor:

@@ -38,6 +38,7 @@ from hookdrop.core.selection import named_layers, unwrapped
 from hookdrop.core.tensor_tree import (
     TensorKey,
     bind_arguments,
+    leaves,
     leaves_of,
     map_leaves,
     map_tensor,
@@ -155,6 +156,10 @@ class Trace:
     """The tensors of the example."""
     outputs: list[Node] = field(default_factory=list)
     """The tensors that the model returns."""
+    stored: list[Node] = field(default_factory=list)
+    """The tensors that it leaves elsewhere: in attributes, in other objects, and in containers that it gets."""
+    changes_arguments: bool = False
+    """Whether it changes what is in such containers."""
     modules: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
     """By full name, the class of each module and the shapes of the parameters that it holds itself."""
     elsewhere: dict[str, str] = field(default_factory=dict)
@@ -295,7 +300,6 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
     with ExitStack() as stack:
         stack.enter_context(restored_after(model, trains=bool(training)))
         recorder = _Recorder(model)
-        stack.enter_context(restored_objects(model))
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.no_grad())
@@ -303,11 +307,18 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
         if fake:
             recorder.fake_mode = stack.enter_context(fake_tensors())
             example = map_tensors(example, recorder.fake_mode.from_tensor)
+        stored, given = stack.enter_context(restored_objects(model, example)), _places(example)
         recorder.trace.inputs = [recorder.new(tensor, leaf="input") for tensor in tensors(example)]
         stack.enter_context(hooked(model, recorder.enter, recorder.leave))
         stack.enter_context(recorder)
         recorder.trace.outputs = nodes_in(recorder.plain(call(unwrapped(model), example)))
+        recorder.trace.stored = nodes_in(recorder.plain(stored()))
+        recorder.trace.changes_arguments = _places(example) != given
     return recorder.trace
+
+
+def _places(value: Any) -> list[Any]:
+    return [(path, id(leaf)) for path, leaf in leaves(value)]
 
 
 class _Recorder(TorchFunctionMode):

@@ -126,8 +126,8 @@ def _attention(survey: Survey) -> Iterator[tuple[str, str]]:
 
 
 def _tokens(survey: Survey) -> Iterator[tuple[str, str]]:
-    if survey.token_embedding is not None:
-        yield survey.token_embedding, "NEFTune: token embedding"
+    for name in filter(None, survey.token_embeddings[:1]):
+        yield name, "NEFTune: token embedding"
     scores = [one for one in survey.scores.values() if isinstance(one, Scores)]
     keys = {shape[-1] for one in scores for shape in one.shapes}
     layer = find_patches(survey.trace)

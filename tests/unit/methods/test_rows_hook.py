@@ -194,18 +194,6 @@ def test_a_batch_on_another_axis_is_skipped_as_a_whole_or_refused() -> None:
     assert sizes == [1]
 
 
-@MODES
-def test_the_layer_runs_as_often_as_the_model_runs_it(mode: str) -> None:
-    losses: list[Tensor] = []
-    hooked = model(lambda m, x: (losses.append(x.sum()), x + m.fc(x))[1], layers=1)
-    inject(hooked, LayerDrop(0.5, mode), layers="layers.*", example_input=X)
-    losses.clear()
-    for count in range(1, 8):
-        hooked(X)
-        assert len(losses) == count
-        assert type(losses[-1]) is Tensor
-
-
 def test_sites_inside_the_layer_do_not_take_the_kept_samples_for_another_batch() -> None:
     """No guard warns that the rows of two sites differ."""
     hooked = model(lambda m, x: x + m.fc(x))
@@ -302,24 +290,45 @@ def test_kept_samples_are_right_where_samples_mix_only_sometimes(mixes: str) -> 
         torch.testing.assert_close(found[kept], expected[kept])
 
 
-def test_a_layer_that_updates_statistics_runs_on_all_samples() -> None:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        if m.training:
-            m.mean.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
-        return x + m.fc(x - m.mean)
-
-    hooked = toy(lambda m, x: m.layers[0](x), layers=nn.ModuleList([toy(forward, fc=nn.Linear(4, 4))]))
-    hooked.layers[0].register_buffer("mean", torch.zeros(4))
-    (site,) = plan(hooked, LayerDrop(0.5), layers="layers.0", example_input=X).sites
-    assert "on all samples: changes a parameter or a buffer" in site.runs
+def leaves(m: Any, x: Any, where: Any = None) -> Any:
+    """Leaves the result in an argument, or its mean in an attribute or a buffer."""
+    y = (value := x["x"] if isinstance(x, dict) else x) + m.fc(value)
+    if where in ("attribute", "buffer"):
+        setattr(*((m, "own", y.mean()) if where == "attribute" else (m, "mean", (m.mean + y.mean((0, 1))).detach())))
+    elif where is not None:
+        x.update(x=y) if isinstance(x, dict) else where.append(y) if isinstance(where, list) else where.add_(y)
+    return x if isinstance(x, dict) else y
 
 
-def test_writes_to_another_argument_are_kept() -> None:
-    hooked = model(lambda m, x, total: (total.add_(m.fc(x)), x + m.fc(x))[1], layers=1)
-    inject(hooked, LayerDrop(0.5, "row", argument="x"), layers="layers.*")
-    for _ in range(5):
-        hooked(X, total := torch.zeros_like(X))
-        torch.testing.assert_close(total, hooked.layers[0].fc(X))
+@MODES
+@pytest.mark.parametrize("where", ["attribute", "buffer", "list", "tensor", "dictionary"])
+def test_what_a_layer_leaves_elsewhere_is_that_of_all_samples(where: str, mode: str) -> None:
+    """And the caller of a layer that changes a dictionary may read that, or what is returned."""
+    one = toy(leaves, fc=nn.Linear(4, 4))
+    one.register_buffer("mean", torch.zeros(4))
+    hooked, full, seen = toy(lambda m, *args: m.layer(*args), layer=one), one(X).detach(), set[bool]()
+
+    def arguments() -> Any:
+        place = {"list": [], "tensor": torch.zeros_like(X)}.get(where, where)
+        return {"x": X} if where == "dictionary" else X, place
+
+    settings: Any = {"layers": "layer", "example_input": (given := arguments())}
+    assert "on all samples" in plan(hooked, LayerDrop(0.5, mode, argument="x"), **settings).sites[0].runs
+    assert len(given[1]) == len(arguments()[1])
+    inject(hooked, LayerDrop(0.5, mode, argument="x"), **settings)
+    for _ in range(9):
+        x, place = arguments()
+        y = hooked(x, place)
+        found = x["x"] if y is x else y
+        kept = (found != X).flatten(1).any(1)
+        torch.testing.assert_close(found, torch.where(kept[:, None, None], full, X))
+        seen.update(kept.tolist())
+        left = one.own if where == "attribute" else place if where == "tensor" else place[0] if where == "list" else 0
+        torch.testing.assert_close(
+            left, full.mean() if where == "attribute" else full if isinstance(left, Tensor) else 0
+        )
+    assert seen == {True, False}
+    assert where != "buffer" or torch.allclose(one.mean, 9 * full.mean((0, 1)))
 
 
 @pytest.mark.parametrize(("first", "second"), [(LayerDrop(0.5), Dropout(0.5)), (Dropout(0.5), LayerDrop(0.5))])

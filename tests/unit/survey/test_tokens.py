@@ -1,6 +1,8 @@
 """What a survey finds of image patches, token embeddings, samples and the heads of attention."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from hookdrop import InjectionError, LayerError, TokenDropout, inject, plan
 from hookdrop.core.tensor_tree import tensors
 from hookdrop.core.torch_internals import is_fake
-from hookdrop.recipes import stochastic_depth
+from hookdrop.recipes import neftune, stochastic_depth
 from hookdrop.survey.experiment import experiment
 from hookdrop.survey.facts import survey
 from hookdrop.survey.heads import Heads, find_heads
@@ -46,6 +48,7 @@ class Transformer(nn.Module):
         self.kind, self.last, self.embed, self.drop = kind, last, nn.Conv2d(3, width, 2, 2), nn.Dropout(0.1)
         self.norm, self.mixing = nn.LayerNorm(width), nn.Linear(16 + prefix, 16 + prefix)
         self.bias = nn.Parameter(torch.zeros(16 + prefix, 16 + prefix))  # of relative positions
+        self.gain, self.last_layer = nn.Parameter(torch.ones(16 + prefix, 1)), nn.Identity()
         self.prefix, self.positions = (nn.Parameter(torch.randn(1, n, width)) for n in (prefix, 16 + prefix))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,10 +61,14 @@ class Transformer(nn.Module):
             y = y + 0 * y[:, 1:].reshape(len(y), 16, 4).sum(1, keepdim=True)
         if self.kind == "mixer":
             y = self.mixing(y.mT).mT
+        if self.kind == "dense in training" and self.training:
+            return F.avg_pool1d(y.mT, 3, 1, 1)
         # LayerScale, which makes the branch almost invisible in the output.
         bias = self.bias[: y.shape[1], : y.shape[1]] if self.kind == "bias" else None
         x = x + 1e-6 * self.norm(F.scaled_dot_product_attention(y, y, y, bias))
-        return x.mean(1)
+        if self.kind == "gain":
+            x = self.last_layer(x * self.gain[: x.shape[1]])
+        return x.sum(1) / {"sum": 1, "count": self.gain.shape[0]}.get(self.kind, x.shape[1])
 
 
 @pytest.mark.parametrize("prefix", [0, 1, 3])
@@ -79,6 +86,11 @@ def test_patches_and_their_prefix(prefix: int) -> None:
         (Transformer("mixer"), "'mixing' depends on the position"),
         (Transformer("mixer", width=17), "'mixing' depends on the position"),
         (Transformer("bias"), "'norm' depends on the position"),
+        (Transformer("gain"), "'last_layer' depends on the position"),
+        (Transformer("dense in training"), "depends on the position"),
+        (Transformer("sum"), "depends on the number of tokens"),
+        (Transformer("count"), "depends on the number of tokens"),
+        (toy(lambda m, x: SimpleNamespace(y=m.part(x)), part=Transformer()), "it returns no tensor"),
         (Transformer(last=True), "are not the first ones"),
         (nn.Conv2d(3, 3, 2), "no tensor (N, L, C) of image patches"),
     ],
@@ -87,7 +99,7 @@ def test_models_that_need_all_patches(model: nn.Module, reason: str, forwards: A
     facts = survey(model, X)
     for _ in range(2):
         assert reason in str(facts.patches)
-    assert len(forwards) <= 3
+    assert len(forwards) <= 4
 
 
 def test_text_tokens_among_the_patches_are_not_patches() -> None:
@@ -97,16 +109,32 @@ def test_text_tokens_among_the_patches_are_not_patches() -> None:
     )  # fmt: skip
     facts = survey(model, (torch.tensor([[1, 2], [3, 4]]), X))
     assert isinstance(facts.patches, str)
-    assert facts.token_embedding == "words"
+    assert facts.token_embeddings == ["words"]
 
 
-def test_the_embedding_of_tokens_is_not_that_of_positions_and_a_linear_layer_has_none() -> None:
-    text = toy(
-        lambda m, ids: m.places(torch.arange(ids.shape[1])) + m.words(ids.clamp(min=0)),
-        places=nn.Embedding(9, 4), words=nn.Embedding(9, 4),
-    )  # fmt: skip
-    assert survey(nn.Sequential(text), torch.ones(2, 5, dtype=torch.long)).token_embedding == "0.words"
-    assert survey(nn.Linear(3, 3), torch.ones(2, 3)).token_embedding is None
+WORDS = torch.tensor([[3, 1, 4, 1, 5], [2, 7, 1, 8, 2]])
+GIVEN: dict[str, tuple[Form, Any, list[str]]] = {
+    "computed positions": (lambda m, ids: m.a(torch.arange(5)) + m.b(ids.clamp(min=0)), WORDS, ["b"]),
+    "given positions": (lambda m, at, ids: m.a(at) + m.b(ids), (torch.arange(5).repeat(2, 1), WORDS), ["b"]),
+    "mask": (lambda m, mask, ids: m.a(mask) + m.b(ids), (WORDS % 2, WORDS), ["b"]),
+    "languages": (lambda m, at, ids: m.a(at) + m.b(ids), (WORDS[:, :1].repeat(1, 5), WORDS), ["b"]),
+    "codebooks": (lambda m, ids: m.a(ids[..., 0]) + m.b(ids[..., 1]), torch.stack([WORDS, WORDS + 1], -1), ["a", "b"]),
+    "one sample": (lambda m, at, ids: m.a(at) + m.b(ids), (torch.arange(5)[None], WORDS[:1]), ["a", "b"]),
+    "equal words": (lambda m, ids: m.b(ids), torch.ones(2, 5, dtype=torch.long), ["b"]),
+    "encoder and decoder": (lambda m, ids, more: m.b(ids).sum(1, keepdim=True) + m.a(more), (WORDS, WORDS + 1), ["b"]),
+    "without a layer": (lambda m, ids: F.embedding(ids, m.a.weight) + m.b(ids), WORDS, ["", "b"]),
+    "no integers": (lambda m, x: x, torch.ones(2, 3), []),
+}
+
+
+@pytest.mark.parametrize(("forward", "example", "expected"), GIVEN.values(), ids=GIVEN)
+def test_the_embeddings_of_tokens(forward: Any, example: Any, expected: list[str]) -> None:
+    model = toy(forward, a=nn.Embedding(10, 4), b=nn.Embedding(10, 4))
+    assert survey(model, example).token_embeddings == expected
+    with nullcontext() if any(expected[:1]) else pytest.raises(LayerError, match="found no layer"):
+        made = plan(model, neftune(), example_input=example)
+        assert [site.name for site in made.sites] == expected[:1]
+        assert ["looked up in 'b'" in text for text in made.warnings] == [True] * len(expected[1:])
 
 
 def around(before: Form) -> nn.Module:
@@ -133,11 +161,6 @@ def test_rows_of_samples(before: Form, expected: Samples, at: str, batch: int, f
     facts = survey(model, torch.zeros(batch, 8, 6))
     assert facts.samples("layer", at) == expected
     assert len(forwards) == 2
-
-
-def test_rows_are_counted_where_a_module_gets_the_batch() -> None:
-    model = toy(lambda m, x: m.block(x.flatten(0, 1)).sum(), block=nn.Sequential(nn.Linear(6, 6)))
-    assert survey(model, torch.zeros(2, 8, 6)).samples("block.0") == Samples(per_sample=8, module="")
 
 
 @pytest.mark.parametrize(
@@ -178,6 +201,7 @@ AXES: dict[str, tuple[nn.Module, object, int | None, int]] = {
     "mask": (MASKED, (TIME_FIRST, IDS.mT > 0), 1, 4),
     "by token": (nn.Linear(8, 8), TIME_FIRST, 0, 2),
     "conv": (nn.Conv1d(4, 4, 2), TIME_FIRST, 0, 0),
+    "bag": (toy(lambda m, x: m.conv(x).mean(-1)[None].mean(1), conv=nn.Conv1d(4, 4, 2)), TIME_FIRST, None, 0),
     "no batch": (attention(batch_first=True), TIME_FIRST[0], None, 2),
     "graph": (GRAPH, (TIME_FIRST[:, 0], EDGES), None, 2),
 }
@@ -340,9 +364,3 @@ def test_a_shared_projection_must_get_the_same_heads() -> None:
     second.out = first.out
     twice = toy(lambda m, x: m.second(m.first(x)), first=first, second=second)
     assert found(twice) == ({}, {"first.out": "its calls differ in the heads"})
-
-
-def test_the_search_for_heads_needs_no_values() -> None:
-    facts = survey(Attention(), torch.randn(2, L, 8))
-    assert facts.heads == {"out": Heads(H)}
-    assert facts.is_fake
