@@ -220,14 +220,28 @@ def _running(model: nn.Module, enter: Callable[..., None] = lambda *_: None) -> 
 
 def check_layers(run: Run, plan: hookdrop.Plan) -> None:
     """Check that each layer returns its input if it is dropped."""
-    names = [site.name for site in plan.sites]
     drop = hookdrop.inject(run.module, recipes.layer_drop(p=0.5), p_scale="equal", example_input=run.inputs)
-    with randomized(run.module), drop, drop.sampling(p=ALMOST_1), drop.recording(last=99) as record:
-        inputs, _ = _inputs_of(run, names)
-    for name in names:
+    inputs: dict[str, Tensor] = {}
+
+    def enter(name: str, module: nn.Module, *given: Any) -> None:
+        inputs.setdefault(name, float_tensors(given)[0].clone())
+
+    with (
+        randomized(run.module),
+        drop,
+        drop.sampling(p=ALMOST_1),
+        drop.recording(last=99) as record,
+        ExitStack() as stack,
+    ):
+        for site in plan.sites:  # a hook inside would make it run on all samples
+            before = site.module.register_forward_pre_hook(partial(enter, site.name), prepend=True, with_kwargs=True)
+            stack.enter_context(before)
+        run.module.eval()
+        run()
+    for name, given in inputs.items():
         call = record.calls(name)[0]
         require(not torch.equal(call.after, call.before), f"{name} is never dropped")
-        require(torch.equal(call.after, inputs[name]), f"without {name}, its input does not come out")
+        require(torch.equal(call.after, given), f"without {name}, its input does not come out")
 
 
 @torch.no_grad()
