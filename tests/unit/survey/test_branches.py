@@ -26,7 +26,8 @@ def block(form: Form) -> nn.Module:
     f, g = nn.Linear(C, C), nn.Sequential(nn.Linear(C, 2 * C), nn.GELU(), nn.Linear(2 * C, C))
     gain, positions = nn.Parameter(torch.full((C,), 0.1)), nn.Parameter(torch.randn(6, C))
     norms = {"p": nn.LayerNorm(C), "q": nn.LayerNorm(C)}
-    return toy(form, **norms, f=f, g=g, gain=gain, positions=positions, drop=nn.Dropout(0.1))
+    functions = {"drop": nn.Dropout(0.1), "shift": nn.ZeroPad2d((0, 0, 1, -1))}
+    return toy(form, **norms, f=f, g=g, gain=gain, positions=positions, **functions)
 
 
 def in_place(m: Any, x: Tensor) -> Tensor:
@@ -55,6 +56,16 @@ def coupled(m: Any, x: Tensor) -> Tensor:
     return torch.cat([a, b + m.g(m.q(a))], 1)
 
 
+def added_to_rows(m: Any, x: Tensor) -> Tensor:
+    y = x.index_add(1, torch.arange(3), m.f(m.p(x))[:, :3])
+    return y.scatter_add(1, torch.arange(3)[None, :, None].expand(2, 3, C), m.g(m.q(y))[:, :3])
+
+
+def shifted(m: Any, h: Tensor) -> Tensor:
+    """RWKV's mix of each token and the one before."""
+    return h * m.gain + m.shift(h) * (1 - m.gain)
+
+
 FORMS: dict[str, Form] = {
     "pre-norm": lambda m, x: (y := x + m.f(m.p(x))) + m.g(m.q(y)),
     "in place": in_place,
@@ -67,6 +78,10 @@ FORMS: dict[str, Form] = {
     "ended by dropout": lambda m, x: (y := x + m.drop(m.f(m.p(x)))) + m.drop(m.g(m.q(y))),
     "differences": lambda m, x: torch.rsub(m.g(m.q(y := x - m.f(m.p(x)))), y),
     "functions that add": lambda m, x: torch.add(y := sum([x, m.f(m.p(x))]), m.g(m.q(y)), alpha=0.5),
+    "rows": added_to_rows,
+    "a stack": lambda m, x: torch.addcmul(y := torch.stack([x, m.f(m.p(x))]).sum(0), m.gain, m.g(m.q(y))),
+    "an overload": lambda m, x: torch.ops.aten.sub.Tensor(y := torch.ops.aten.add.Tensor(x, m.f(m.p(x))), m.g(m.q(y))),
+    "token shift": lambda m, x: (y := x + m.f(shifted(m, m.p(x)))) + m.g(shifted(m, m.q(y))),
     "coupled": coupled,
     "positions of queries, as DETR": lambda m, x: (y := x + m.f(m.p(x) + m.positions)) + m.g(m.q(y) + m.positions),
 }
@@ -166,18 +181,21 @@ def test_projections_and_identity_skips() -> None:
 
 
 @pytest.mark.parametrize("enlarge", [nn.Upsample(scale_factor=2), nn.ConvTranspose2d(C, C, 2, 2)])
-def test_the_levels_of_a_pyramid_are_no_branches(enlarge: nn.Module) -> None:
+@pytest.mark.parametrize("convs", [conv, lambda stride=1, first=False: nn.Conv2d(3 if first else C, C, 3, stride, 1)])
+def test_the_levels_of_a_pyramid_or_a_unet_are_no_branches(enlarge: nn.Module, convs: Callable[..., nn.Module]) -> None:
     def forward(m: Any, x: Tensor) -> list[Tensor]:
         maps = [x := stage(x) for stage in m.stages]
         levels = [lateral(one) for lateral, one in zip(m.laterals, maps, strict=True)]
         for i in (1, 0):
             levels[i] = levels[i] + m.enlarge(levels[i + 1])
-        return levels
+            x = m.after[i](maps[i] + m.enlarge(x))
+        return [*levels, x]
 
-    stages = nn.ModuleList([conv(first=True), conv(2), conv(2)])
-    laterals = nn.ModuleList([nn.Conv2d(C, C, 1) for _ in stages])
-    found = branches(toy(forward, stages=stages, laterals=laterals, enlarge=enlarge), torch.randn(2, 3, 16, 16))
-    assert [one.end for one in found] == [f"stages.{i}.two" for i in range(3)]
+    parts = {"stages": nn.ModuleList([convs(1, True), convs(2), convs(2)]), "after": nn.ModuleList([convs(), convs()])}
+    laterals = nn.ModuleList([nn.Conv2d(C, C, 1) for _ in range(3)])
+    found = branches(toy(forward, **parts, laterals=laterals, enlarge=enlarge), torch.randn(2, 3, 16, 16))
+    expected = {f"{name}.{i}.two" for name in parts for i in range(len(parts[name]))} if convs is conv else set()
+    assert {one.end for one in found} == expected
 
 
 def test_adapters_are_no_branches() -> None:
@@ -213,10 +231,35 @@ def elmo(m: Any, x: Tensor) -> Any:
     return sum([0.5 * x, *(0.5 * (x := part(x)) for part in m.parts)])
 
 
+def straight_through(m: Any, x: Tensor) -> Tensor:
+    for part, head in zip(m.parts, m.heads, strict=True):
+        x = (y := part(x)) + (head(y) - y).detach()
+    return x
+
+
+def first_input(m: Any, x: Tensor) -> Tensor:
+    """The sums of modded-nanogpt: each layer gets a part of the first input too."""
+    first = x
+    for part in m.parts:
+        x = part(part.gain * x + part.positions * first)
+    return x
+
+
+def recurrent(m: Any, x: Tensor) -> Tensor:
+    """A recurrent network, after the features of a part of the input are added."""
+    x = stacked(m, m.heads[0](x) + m.heads[2](m.heads[1](x[:, :1]).relu()))
+    state = x[:, 0]
+    for i in range(1, 4):
+        state = (m.residuals[0](x[:, i]) + m.residuals[1](state)).tanh()
+    return state
+
+
 WAVENET = two_sums(lambda part, x: part(x).tanh())
 CONDITIONED = two_sums(lambda part, x: (h := part(x) + part(x[:, :1])).tanh() * h.sigmoid())
 OTHER_SUMS: dict[str, tuple[Form, str]] = {
-    **{form.__name__: (form, "parts.#.f parts.#.g") for form in (exits, elmo)},
+    **{
+        form.__name__: (form, "parts.#.f parts.#.g") for form in (exits, elmo, straight_through, first_input, recurrent)
+    },
     "WaveNet": (WAVENET, "residuals.#"),
     "conditioned WaveNet": (CONDITIONED, "residuals.#"),
     "backcasts of N-BEATS": (two_sums(lambda part, x: part(x).relu(), lambda x, y: x - y), "residuals.#"),
@@ -379,6 +422,11 @@ WITHOUT_ENDS: dict[str, Form] = {
     "function": lambda m, x: x + F.relu(m.g(x)),
     "product": lambda m, x: x + torch.mul(m.g(x), m.f(x)),
     "highway": lambda m, x: x * (1 - m.f(x).sigmoid()) + m.g(x) * m.f(x).sigmoid(),
+    "a term computed from the other": lambda m, x: x + (m.f(h := m.p(x)) - h),
+    "a term of two": lambda m, x: x + (0.5 * (h := m.p(x)) + 0.5 * m.g(h)),
+    "a gated token shift": lambda m, x: x + m.f(h := m.p(x)).sigmoid() * m.g(shifted(m, h)),
+    "complex numbers": lambda m, x: ((z := torch.fft.fft(x, dim=1)) + torch.fft.fft(m.g(z.real), dim=1)).real,
+    "hidden": lambda m, x: torch.func.vmap(torch.add)(x, m.g(x)),
 }
 
 
@@ -406,6 +454,7 @@ SKIPS: dict[str, Form] = {
     "back and forth": lambda m, x: x.transpose(0, 1).contiguous().roll(1, 0).roll(-1, 0).transpose(0, 1) + m.g(x),
     "scaled": lambda m, x: 0.5 * x + m.g(x),
     "alpha": lambda m, x: torch.add(m.g(x), x, alpha=0.5),
+    "lerp": lambda m, x: torch.lerp(x, m.g(x), 0.3),
     "negative": lambda m, x: -x + m.g(x),
     "gain": lambda m, x: x * m.gain + m.g(x),
     "flipped": lambda m, x: x.flip(1) + m.g(x),
