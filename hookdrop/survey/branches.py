@@ -425,10 +425,7 @@ def _without_long_skips(trace: Trace, everything: list[Residual]) -> list[Residu
         # In the same forward, sums of parts of a branch, such as a token shift, unless they are a row of blocks.
         own = [one for one in inside if one not in inner and one.root in outer.before - {outer.root, outer.branch}]
         row = any(trace.leads(a.output, b.output) for a in own for b in own)
-        if outer in residuals:
-            left_out.update([outer] if len(outermost) > 1 or row else inner + own)
-        elif not row:
-            left_out.update(own)
+        left_out.update([outer] if len(outermost) > 1 or row else own + inner * (outer in residuals))
     return [one for one in residuals if one not in left_out]
 
 

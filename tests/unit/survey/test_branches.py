@@ -175,11 +175,6 @@ def conv(stride: int = 1, first: bool = False) -> nn.Module:
     )  # fmt: skip
 
 
-def test_projections_and_identity_skips() -> None:
-    found = branches(nn.Sequential(conv(first=True), conv(), conv(2)), torch.randn(2, 3, 16, 16))
-    assert [(one.layer, one.end) for one in found] == [("0", "0.two"), ("1", "1.two"), ("2", "2.two")]
-
-
 @pytest.mark.parametrize("enlarge", [nn.Upsample(scale_factor=2), nn.ConvTranspose2d(C, C, 2, 2)])
 @pytest.mark.parametrize("convs", [conv, lambda stride=1, first=False: nn.Conv2d(3 if first else C, C, 3, stride, 1)])
 def test_the_levels_of_a_pyramid_or_a_unet_are_no_branches(enlarge: nn.Module, convs: Callable[..., nn.Module]) -> None:
@@ -245,21 +240,11 @@ def first_input(m: Any, x: Tensor) -> Tensor:
     return x
 
 
-def recurrent(m: Any, x: Tensor) -> Tensor:
-    """A recurrent network, after the features of a part of the input are added."""
-    x = stacked(m, m.heads[0](x) + m.heads[2](m.heads[1](x[:, :1]).relu()))
-    state = x[:, 0]
-    for i in range(1, 4):
-        state = (m.residuals[0](x[:, i]) + m.residuals[1](state)).tanh()
-    return state
-
-
 WAVENET = two_sums(lambda part, x: part(x).tanh())
 CONDITIONED = two_sums(lambda part, x: (h := part(x) + part(x[:, :1])).tanh() * h.sigmoid())
 OTHER_SUMS: dict[str, tuple[Form, str]] = {
-    **{
-        form.__name__: (form, "parts.#.f parts.#.g") for form in (exits, elmo, straight_through, first_input, recurrent)
-    },
+    **{form.__name__: (form, "parts.#.f parts.#.g") for form in (exits, elmo, straight_through, first_input)},
+    "a part": (lambda m, x: stacked(m, m.heads[0](x) + m.heads[2](m.heads[1](x[:, :1]).relu())), "parts.#.f parts.#.g"),
     "WaveNet": (WAVENET, "residuals.#"),
     "conditioned WaveNet": (CONDITIONED, "residuals.#"),
     "backcasts of N-BEATS": (two_sums(lambda part, x: part(x).relu(), lambda x, y: x - y), "residuals.#"),
@@ -321,13 +306,6 @@ def test_a_difference_from_a_moving_average_is_no_branch() -> None:
     season = toy(lambda m, x: x - m.pool(x), pool=toy(lambda m, x: F.avg_pool1d(x.mT, 3, 1, 1).mT))
     with pytest.raises(LayerError, match="found no residual branch"):
         plan(nn.Sequential(nn.Linear(C, C), season), stochastic_depth(), example_input=X)
-
-
-def test_a_branch_inside_another_that_begins_with_its_skip() -> None:
-    """As in Fourier neural operators."""
-    model = toy(lambda m, x: x + m.g((x + m.f(x)).relu()), f=nn.Linear(C, C), g=nn.Linear(C, C))
-    found = plan(nn.Sequential(model), stochastic_depth(), example_input=X)
-    assert [site.name for site in found.sites] == ["0.f", "0.g"]
 
 
 def test_branches_inside_another_are_named() -> None:
@@ -500,9 +478,14 @@ def test_other_additions_are_not_residual() -> None:
     assert branches(toy(forward, position=nn.Parameter(torch.randn(6, C)), **layers)) == ()
 
 
-def test_a_skip_around_several_blocks_is_left_out() -> None:
+def test_a_skip_around_several_blocks_is_left_out_but_not_one_around_another_branch() -> None:
+    """The latter as in Fourier neural operators."""
     long = toy(lambda m, x: x + m.last(m.body(x)), body=stack(pre_norm), last=nn.Linear(C, C))
     assert {one.layer for one in branches(long)} == {f"body.parts.{i}" for i in range(3)}
+    assert [one.end for one in branches(nn.Sequential(block(lambda m, x: x + m.g((x + m.f(x)).relu()))))] == [
+        "0.f",
+        "0.g",
+    ]
 
 
 def test_batch_on_the_second_axis_and_pytorchs_own_transformer() -> None:
@@ -544,21 +527,6 @@ class Unit(nn.Module):
         return F.relu(y)
 
 
-class PreActivation(nn.Module):
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.n1, self.c1 = nn.BatchNorm2d(channels), nn.Conv2d(channels, width, 3, 1 + (width > channels), 1)
-        self.n2, self.c2 = nn.BatchNorm2d(width), nn.Conv2d(width, width, 3, padding=1)
-        self.pool = nn.AvgPool2d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.c2(F.relu(self.n2(self.c1(F.relu(self.n1(x))))))
-        if y.shape == x.shape:
-            return x + y
-        x = self.pool(x)
-        return torch.cat([x, x], 1) + y
-
-
 def net(block: type[nn.Module]) -> nn.Sequential:
     blocks = (block(a, b) for a, b in pairwise(WIDTHS))
     return nn.Sequential(nn.Conv2d(3, 8, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2))
@@ -574,12 +542,6 @@ def test_names_do_not_matter() -> None:
         **dict.fromkeys(("2.beta", "2.delta", "2.short", "3 (skip)", "3.beta", "3.delta"), 0.1),
         **dict.fromkeys(("4.beta", "4.delta", "4.short"), 0.4),
     }
-
-
-def test_a_pre_activation_block_has_a_site_before_the_addition() -> None:
-    found = sites(net(PreActivation))
-    assert {name for name in found if name.startswith("3")} == {"3 (skip)", "3.n2", "3.c2"}
-    assert {name for name in found if name.startswith("4")} == {"4.pool", "4.n2", "4.c2"}
 
 
 def test_a_skip_of_functions_is_dropped_at_the_input_of_the_block() -> None:
