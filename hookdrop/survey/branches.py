@@ -184,7 +184,7 @@ class _Search:
         skip, branch = residual.skip, residual.branch
         roots = self.roots.get(skip, [skip])
         root = next((one for one in roots if one is branch or self.trace.leads(one, branch)), None)
-        if root is None or self._has_term(branch, root):
+        if root is None or self._cancels(residual, root):
             return False
         residual.before, others = self._between(root, branch, residual.inside)
         if root in residual.before and not self._computes(root, branch, residual.before):
@@ -203,12 +203,15 @@ class _Search:
                 return True
         return False
 
-    def _has_term(self, node: Node, term: Node) -> bool:
-        """Whether a tensor is a sum with a term: adding it to the term again is no skip, as in `x + (f(x) - x)`."""
-        roots = self.roots.get(node, [node])
-        if term in roots or roots[-1].op is None or any(map(self._producers, roots)):
-            return term in roots
-        return any(self._has_term(one, term) for one in added(roots[-1].op) or ())
+    def _cancels(self, residual: Residual, root: Node) -> bool:
+        """Whether a branch goes on from the skip, or takes it away, as in `x + (f(x) - x)`."""
+        skip, branch = (self.roots.get(one, [one]) for one in (residual.skip, residual.branch))
+        if root in branch or branch[-1].op is None or any(map(self._producers, branch)):
+            return root in branch
+        taken = (added(branch[-1].op) or [branch[-1]] * 2)[residual.op.name == "add"]
+        ways = [branch, *(way[: way.index(root)] for way in (skip, self.roots.get(taken, [taken])) if root in way)]
+        gains = [one for way in ways for one in way if one.op and one.op.name in ("mul", "div", "neg")]
+        return branch[-1].op.name in ("sub", "rsub") and len(ways) == 3 and not gains
 
     def _between(self, root: Node, branch: Node, inside: Collection[Node]) -> tuple[set[Node], list[Node]]:
         """Return what lies between a root and a branch, with both, and the sums at which the way ends before the root.
@@ -258,7 +261,7 @@ class _Search:
             return False
         known = self.found.get(skip)
         root, path = (known.root, set[Node]()) if known and known.is_projection else self._projected(residual)
-        if root is None or not self.trace.leads(root, branch) or self._has_term(branch, root):
+        if root is None or not self.trace.leads(root, branch) or self._cancels(residual, root):
             return False
         residual.root, residual.is_projection = root, True
         residual.before = self._between(root, branch, residual.inside)[0]
@@ -312,6 +315,7 @@ class _Search:
                 found = [
                     [call for call in calls if not self.trace.leads(call.outputs[0], other)]
                     for term, other in (terms, terms[::-1])
+                    if residual.root not in self.roots.get(term, [term])  # a part of the skip
                     for calls in self._ends(residual, term) or [[]]
                 ]
                 return found if all(found) else []
@@ -422,10 +426,14 @@ def _without_long_skips(trace: Trace, everything: list[Residual]) -> list[Residu
         inner = [one for one in inside if _home_name(one) != home]
         homes = {_home_name(one) for one in inner}
         outermost = [name for name in homes if not any(f"{name}.".startswith(f"{one}.") for one in homes - {name})]
-        # In the same forward, sums of parts of a branch, such as a token shift, unless they are a row of blocks.
-        own = [one for one in inside if one not in inner and one.root in outer.before - {outer.root, outer.branch}]
-        row = any(trace.leads(a.output, b.output) for a in own for b in own)
-        left_out.update([outer] if len(outermost) > 1 or row else own + inner * (outer in residuals))
+        # In the same forward, a sum without weights of parts of a branch, such as a token shift.
+        own = [
+            one
+            for one in inside
+            if one.root in outer.before - {outer.root} and not _has_weights(one.before - {one.root})
+        ]
+        left_out.update([outer] if len(outermost) > 1 else inner * (outer in residuals))
+        left_out.update(one for one in own if one not in inner)
     return [one for one in residuals if one not in left_out]
 
 

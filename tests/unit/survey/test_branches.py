@@ -433,6 +433,7 @@ SKIPS: dict[str, Form] = {
     "scaled": lambda m, x: 0.5 * x + m.g(x),
     "alpha": lambda m, x: torch.add(m.g(x), x, alpha=0.5),
     "lerp": lambda m, x: torch.lerp(x, m.g(x), 0.3),
+    "on the way to the branch, as nGPT": lambda m, x: x + 0.3 * (m.g(x) - x),
     "negative": lambda m, x: -x + m.g(x),
     "gain": lambda m, x: x * m.gain + m.g(x),
     "flipped": lambda m, x: x.flip(1) + m.g(x),
