@@ -169,8 +169,8 @@ class _Search:
 
     def _residual(self, op: Op) -> Residual | None:
         ops, terms = _terms(op)
-        orders = [terms, terms[::-1]] if terms and op.name not in ("sub", "rsub") else [terms][: len(terms)]
-        orders = [(a, b) for a, b in orders if a.size == op.outputs[-1].size]
+        pairs = [terms, terms[::-1]] if terms and op.name not in ("sub", "rsub") else [terms][: len(terms)]
+        orders = [(a, b) for a, b in pairs if a.size == op.outputs[-1].size]
         # A branch that has other uses, such as one that positions are added to, is no branch.
         sums = [Residual(op, a, b, a, inside) for a, b in orders if (inside := self.regions.before(b, ops[0]).inside)]
         for find in (self._stream, self._projection):
@@ -444,7 +444,7 @@ def _returns_from_below(trace: Trace, residual: Residual) -> bool:
         if node.op is not None and node.op.name in ENLARGING:
             outer = node.op.call.around() if node.op.call else ()
             around = [call.inputs for call in outer if not call.start < op.index < call.end]
-            maps = [one for one in (around or [node.op.inputs])[-1] if one in residual.before]
+            maps = [one for one in (around[-1] if around else node.op.inputs) if one in residual.before]
             others = trace.reached([residual.root], node)
             if maps and all(one.shape[2:] != size for one in maps) and not others & {residual.branch} - {node}:
                 return True
