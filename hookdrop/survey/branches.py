@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from hookdrop.survey.ops import AFFINE, CATS, CROPS, FUSED_ATTENTION, PARTS, PRODUCTS, SIZE_KEEPING
+import torch
+from torch import Tensor
+
+from hookdrop.survey.ops import AFFINE, CATS, CROPS, ENLARGING, FUSED_ATTENTION, PARTS, PRODUCTS, SIZE_KEEPING
 from hookdrop.survey.regions import Regions
+from hookdrop.survey.replay import replay
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
 
@@ -66,7 +71,7 @@ def find_residuals(trace: Trace) -> list[Residual]:
 
 def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...]:
     """Return the residual branches of a trace with these additions, in the order of execution."""
-    residuals = _without_long_skips([residual for residual in everything if residual.ends])
+    residuals = _without_long_skips(trace, everything)
     usable = _usable_ends(trace, everything)
     layers = _layers(trace, residuals, usable)
     found: dict[tuple[str, str], Branch] = {}
@@ -86,7 +91,7 @@ def find_gaps(trace: Trace, everything: list[Residual]) -> tuple[Mapping[str, st
     These are the layers with a branch that does not end with a module, each with the reason, and the calls that
     multiply two tensors as matrices outside of the branches.
     """
-    kept = _without_long_skips([residual for residual in everything if residual.ends])
+    kept = _without_long_skips(trace, everything)
     inside = {node for residual in kept for node in residual.before - {residual.root}}
     sums = {residual.output for residual in kept}
     usable = _usable_ends(trace, everything)
@@ -95,13 +100,15 @@ def find_gaps(trace: Trace, everything: list[Residual]) -> tuple[Mapping[str, st
     for one in [*(one for one in everything if not one.ends), *shared]:
         if one.output not in inside and sums.isdisjoint(one.before - {one.root}):
             end = "ends with a tensor that has other uses" if one.has_shared_end else "does not end with a module"
-            reasons.setdefault(_home_name(one), f"a residual branch there {end}.\n  {_ENDLESS}")
+            reason = f"a residual branch there {end}.\n  {_ENDLESS}"
+            reasons.setdefault(_home_name(one), _COMPLEX if one.output.dtype.is_complex else reason)
             inside |= one.before - {one.root}
     homes = {*map(_home_name, kept)}
     nested = [one for one in everything if one.ends and one.output in inside and not one.is_projection]
     for home in dict.fromkeys(_home_name(one) for one in nested if one not in kept):
         if home not in homes:
             reasons.setdefault(home, "its residual branches are inside another one.")
+    reasons |= {name: _HIDDEN for name in _hiding(trace) if name not in reasons}
     products = PRODUCTS | {FUSED_ATTENTION}
     ops = [op for op in trace.ops if op.name in products and inside.isdisjoint(op.outputs)]
     apart = [op.call for op in ops if op.call and sum(node.fits and node.is_data for node in op.inputs) > 1]
@@ -109,6 +116,17 @@ def find_gaps(trace: Trace, everything: list[Residual]) -> tuple[Mapping[str, st
 
 
 _ENDLESS = "end the branch with a module, then add: self.act = nn.ReLU(); x + self.act(self.conv(x))"
+_COMPLEX = "a residual branch there adds complex numbers, which no regularizer drops."
+_HIDDEN = "code whose operations are hidden, such as torch.jit, gets what a layer there returns."
+
+
+def _hiding(trace: Trace) -> list[str]:
+    """Return the modules with hidden code to which layers inside return something, which goes nowhere else."""
+    hidden, regions = {node for op in trace.ops if op.name == "opaque" for node in op.outputs}, Regions(trace)
+    outer = [call for call in trace.calls if not hidden.isdisjoint(call.outputs)]
+    first = [(call, node) for call in trace.calls if outer for node in call.outputs[:1] if node.is_data]
+    lost = {call for call, node in first if node.has_weights and not (regions.uses(node) or node in regions.outputs)}
+    return [one.name for one in outer if any(one in call.around() for call in lost - {one})]
 
 
 class _Search:
@@ -134,11 +152,13 @@ class _Search:
                 inputs = [one for one in op.inputs if one.fits and one.is_data == node.is_data]
                 same = op.name in CROPS or all(one.size == node.size for one in inputs)
                 inherits = is_linear(op) and len(inputs) == 1 and same
-                self.roots[node] = [node, *(self.roots.get(inputs[0], inputs) if inherits else ())]
+                # A sum of a tensor and itself, with gains, belongs to its stream too.
+                chains = [self.roots.get(one, [one]) for one in (inputs if inherits else added(op) or [])]
+                self.roots[node] = [node, *(one for one in chains[0] if one in chains[-1])] if chains else [node]
 
     def _add(self, residual: Residual) -> Residual:
         self.found[residual.output] = residual
-        residual.ends = [calls for calls in self._ends(residual, residual.branch) if calls]
+        residual.ends = self._ends(residual, residual.branch)
         self.roots[residual.output] = [residual.output, *self.roots.get(residual.skip, [residual.skip])]
         return residual
 
@@ -148,17 +168,15 @@ class _Search:
         return next(one for one in reversed(roots) if one.size == node.size)
 
     def _residual(self, op: Op) -> Residual | None:
-        terms = added(op)
-        if terms is None:
-            return None
-        orders = [terms] if op.name != "add" else [terms, terms[::-1]]
-        orders = [(a, b) for a, b in orders if a.size == op.outputs[-1].size]
+        ops, terms = _terms(op)
+        pairs = [terms, terms[::-1]] if terms and op.name not in ("sub", "rsub") else [terms][: len(terms)]
+        orders = [(a, b) for a, b in pairs if a.size == op.outputs[-1].size]
         # A branch that has other uses, such as one that positions are added to, is no branch.
-        sums = [Residual(op, a, b, a, inside) for a, b in orders if (inside := self.regions.before(b, op).inside)]
+        sums = [Residual(op, a, b, a, inside) for a, b in orders if (inside := self.regions.before(b, ops[0]).inside)]
         for find in (self._stream, self._projection):
             found = [one for one in sums if find(one)]
             if len(found) == 1:
-                return found[0]
+                return found[0] if added(op) or _is_sum(ops, found[0]) else None
         return None
 
     def _stream(self, residual: Residual) -> bool:
@@ -166,7 +184,7 @@ class _Search:
         skip, branch = residual.skip, residual.branch
         roots = self.roots.get(skip, [skip])
         root = next((one for one in roots if one is branch or self.trace.leads(one, branch)), None)
-        if root is None:
+        if root is None or self._cancels(residual, root):
             return False
         residual.before, others = self._between(root, branch, residual.inside)
         if root in residual.before and not self._computes(root, branch, residual.before):
@@ -184,6 +202,16 @@ class _Search:
                 residual.root, residual.before = other, self._between(other, branch, residual.inside)[0]
                 return True
         return False
+
+    def _cancels(self, residual: Residual, root: Node) -> bool:
+        """Whether a branch goes on from the skip, or takes it away, as in `x + (f(x) - x)`."""
+        skip, branch = (self.roots.get(one, [one]) for one in (residual.skip, residual.branch))
+        if root in branch or branch[-1].op is None or any(map(self._producers, branch)):
+            return root in branch
+        taken = (added(branch[-1].op) or [branch[-1]] * 2)[residual.op.name == "add"]
+        ways = [branch, *(way[: way.index(root)] for way in (skip, self.roots.get(taken, [taken])) if root in way)]
+        gains = [one for way in ways for one in way if one.op and one.op.name in ("mul", "div", "neg")]
+        return branch[-1].op.name in ("sub", "rsub") and len(ways) == 3 and not gains
 
     def _between(self, root: Node, branch: Node, inside: Collection[Node]) -> tuple[set[Node], list[Node]]:
         """Return what lies between a root and a branch, with both, and the sums at which the way ends before the root.
@@ -233,11 +261,13 @@ class _Search:
             return False
         known = self.found.get(skip)
         root, path = (known.root, set[Node]()) if known and known.is_projection else self._projected(residual)
-        if root is None or not self.trace.leads(root, branch):
+        if root is None or not self.trace.leads(root, branch) or self._cancels(residual, root):
             return False
         residual.root, residual.is_projection = root, True
         residual.before = self._between(root, branch, residual.inside)[0]
-        is_region = root in residual.before and all(use.name in CROPS for use in self._leaks(residual))
+        reads = {node.op.name for node in residual.before if node.op and root in node.op.inputs}
+        # Not where the branch reads a part of it, such as other time steps.
+        is_region = bool(reads - CROPS) and all(use.name in CROPS for use in self._leaks(residual))
         return is_region and (known is not None or _is_projection(path, residual))
 
     def _leaks(self, residual: Residual) -> Iterator[Op]:
@@ -267,28 +297,34 @@ class _Search:
         calls = [call for call in self.outputs.get(node, []) if call.end < self.now]
         return sorted(calls, key=lambda call: -call.end)
 
-    def _ends(self, residual: Residual, node: Node) -> Iterator[list[Call]]:
-        """Yield the candidates for the end of each term of a branch."""
+    def _ends(self, residual: Residual, node: Node) -> list[list[Call]]:
+        """Return the candidates for the end of each term of a branch; none if one of the terms has no end."""
         calls: list[Call] = []
         while node.op is not None and node in residual.before:
             if node not in residual.inside and not self._is_joined(residual, node):
                 break
             calls += self._producers(node)
-            if node in self.found:
-                if not self.found[node].is_projection or calls:
+            if (known := self.found.get(node)) is not None:
+                others = residual.before - {node, residual.root}
+                if calls or not (known.is_projection or others.isdisjoint(self.found)):
                     break
-                del self.found[node]  # no projection: one of several branches
+                del self.found[node]  # no skip: one of several terms
             terms = [] if calls else [term for term in added(node.op) or () if term in residual.before]
             if len(terms) == 2:
-                for term in terms:
-                    yield from self._ends(residual, term)
-                return
+                # What the other term is computed from too is no end: `x + (h + f(h))`.
+                found = [
+                    [call for call in calls if not self.trace.leads(call.outputs[0], other)]
+                    for term, other in (terms, terms[::-1])
+                    if residual.root not in self.roots.get(term, [term])  # a part of the skip
+                    for calls in self._ends(residual, term) or [[]]
+                ]
+                return found if all(found) else []
             inputs = [one for one in node.op.inputs if one.fits and one in residual.before]
             if not is_linear(node.op) or len(inputs) != 1:
                 break
             node = inputs[0]
         residual.has_shared_end |= not calls and bool(self._producers(node)) and node is not residual.root
-        yield calls
+        return [calls] if calls else []
 
 
 def added(op: Op) -> tuple[Node, Node] | None:
@@ -296,7 +332,36 @@ def added(op: Op) -> tuple[Node, Node] | None:
     if op.name not in ("add", "sub", "rsub") or len(op.inputs) != 2 or not op.outputs:
         return None
     a, b = op.inputs if op.name != "rsub" else op.inputs[::-1]
-    return (a, b) if a.fits and b.fits and max(a.size, b.size) == op.outputs[-1].size else None
+    fit = all(node.fits or (node.dtype.is_complex and node.shape) for node in (a, b))
+    return (a, b) if fit and max(a.size, b.size) == op.outputs[-1].size else None
+
+
+def _terms(op: Op) -> tuple[list[Op], list[Node]]:
+    """Return what may add two terms, and them: an addition, a function such as `index_add`, or the sum of a stack."""
+    if terms := added(op):
+        return [op], [*terms]
+    data = [node for node in op.inputs if node.is_data and node.fits]
+    if len(data) == 1 and (join := data[0].op) and join.name in ("stack", *CATS) and not has_weights(op):
+        return [join, op], _terms(join)[1]
+    return [op], data if len(data) == 2 and op.name not in ("mul", "div") and op.outputs else []
+
+
+def _is_sum(ops: Sequence[Op], residual: Residual) -> bool:
+    """Whether operations return a multiple of the skip plus something linear in the branch: try it with numbers."""
+
+    def numbers(node: Node, scale: float = 1.0) -> Tensor:
+        x = torch.arange(1.0, node.size + 1, dtype=torch.float64, device="cpu").sin().mul(scale).view(node.shape)
+        return x if node.fits else x.mul(0).to(node.dtype)  # such as indices
+
+    def run(a: float, b: float) -> Tensor:
+        values = {residual.skip: numbers(residual.skip, a), residual.branch: numbers(residual.branch, b)}
+        return replay(ops, values, numbers)[residual.output].flatten()
+
+    with suppress(Exception):  # not to be repeated
+        x, skip, branch = numbers(residual.skip).flatten(), run(1, 0), run(0, 1)
+        same = map(torch.allclose, (skip, run(1, 1), run(0, 2)), (skip[0] / x[0] * x, skip + branch, 2 * branch))
+        return all(same) and bool(skip.any() and branch.any())
+    return False
 
 
 def has_weights(op: Op) -> bool:
@@ -305,7 +370,9 @@ def has_weights(op: Op) -> bool:
 
 
 def _has_weights(nodes: Collection[Node]) -> bool:
-    return any(node.op is not None and has_weights(node.op) for node in nodes)
+    """Whether weights combine features on the way to some tensors, other than gains and biases."""
+    ops = [node.op for node in nodes if node.op is not None]
+    return any(has_weights(op) and op.name not in ("add", "sub", "mul", "div") for op in ops)
 
 
 def _is_projection(skip: set[Node], residual: Residual) -> bool:
@@ -341,8 +408,9 @@ def is_affine(op: Op) -> bool:
     return is_linear(op) or op.name in AFFINE
 
 
-def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
+def _without_long_skips(trace: Trace, everything: list[Residual]) -> list[Residual]:
     """Leave out skips around several blocks, and blocks inside a branch, such as the attention of a gate."""
+    residuals = [one for one in everything if one.ends and not _returns_from_below(trace, one)]
     # What a decoder adds to the queries of an attention, whose stream goes on without it: positions, older than that.
     positions = {
         one
@@ -352,14 +420,35 @@ def _without_long_skips(residuals: list[Residual]) -> list[Residual]:
     }
     residuals = [one for one in residuals if one not in positions]
     left_out: set[Residual] = set()
-    for outer in residuals:
+    for outer in everything:
         since, home = outer.root.index, _home_name(outer)
         inside = [one for one in residuals if one.output in outer.before and one.root.index >= since]
         inner = [one for one in inside if _home_name(one) != home]
         homes = {_home_name(one) for one in inner}
         outermost = [name for name in homes if not any(f"{name}.".startswith(f"{one}.") for one in homes - {name})]
-        left_out.update([outer] if len(outermost) > 1 else inner)
+        # In the same forward, a sum without weights of parts of a branch, such as a token shift.
+        own = [
+            one
+            for one in inside
+            if one.root in outer.before - {outer.root} and not _has_weights(one.before - {one.root})
+        ]
+        left_out.update([outer] if len(outermost) > 1 else inner * (outer in residuals))
+        left_out.update(one for one in own if one not in inner)
     return [one for one in residuals if one not in left_out]
+
+
+def _returns_from_below(trace: Trace, residual: Residual) -> bool:
+    """Whether all that a branch adds is enlarged again, by a layer that gets a smaller map, as in a U-Net."""
+    op, size = residual.op, residual.output.shape[2:]
+    for node in residual.before - {residual.root}:
+        if node.op is not None and node.op.name in ENLARGING:
+            outer = node.op.call.around() if node.op.call else ()
+            around = [call.inputs for call in outer if not call.start < op.index < call.end]
+            maps = [one for one in (around[-1] if around else node.op.inputs) if one in residual.before]
+            others = trace.reached([residual.root], node)
+            if maps and all(one.shape[2:] != size for one in maps) and not others & {residual.branch} - {node}:
+                return True
+    return False
 
 
 def _usable_ends(trace: Trace, residuals: list[Residual]) -> set[str]:

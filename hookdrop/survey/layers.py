@@ -190,7 +190,7 @@ def _keeps(x: Node, steps: list[Step]) -> bool:
     numbers = value = torch.arange(float(x.size), dtype=torch.float64, device="cpu").view(x.shape)
 
     def zeros(node: Node) -> Tensor:
-        return torch.zeros(node.shape, dtype=node.dtype, device="cpu")
+        return torch.zeros(node.shape, dtype=value.dtype if node.fits else node.dtype, device="cpu")
 
     for op, before in reversed(steps):
         if op.name == "batch_norm":

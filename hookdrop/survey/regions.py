@@ -27,7 +27,7 @@ class Regions:
             if not self.outputs or not live.isdisjoint(op.outputs):
                 live.update(op.inputs, op.outputs)
         self._users = {
-            node: [op for op in ops if any(one.fits and one in live for one in op.outputs)]
+            node: [op for op in ops if any((one.fits or one.dtype.is_complex) and one in live for one in op.outputs)]
             for node, ops in trace.users.items()
         }
 

@@ -430,6 +430,7 @@ def _name(function: Any) -> str:
     name = getattr(function, "__name__", str(function))
     if name == "__get__":  # a property such as `x.T`
         name = getattr(function.__self__, "__name__", name)
+    name = name.partition(".")[0]  # of an overload such as torch.ops.aten.add.Tensor
     special = re.fullmatch("__[ir]?(add|mul|matmul)__|__i?true(div)__|(mul)tiply|true_(div)ide", name)
     return next(filter(None, special.groups())) if special else name.strip("_")
 

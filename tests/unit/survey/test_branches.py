@@ -26,7 +26,8 @@ def block(form: Form) -> nn.Module:
     f, g = nn.Linear(C, C), nn.Sequential(nn.Linear(C, 2 * C), nn.GELU(), nn.Linear(2 * C, C))
     gain, positions = nn.Parameter(torch.full((C,), 0.1)), nn.Parameter(torch.randn(6, C))
     norms = {"p": nn.LayerNorm(C), "q": nn.LayerNorm(C)}
-    return toy(form, **norms, f=f, g=g, gain=gain, positions=positions, drop=nn.Dropout(0.1))
+    functions = {"drop": nn.Dropout(0.1), "shift": nn.ZeroPad2d((0, 0, 1, -1))}
+    return toy(form, **norms, f=f, g=g, gain=gain, positions=positions, **functions)
 
 
 def in_place(m: Any, x: Tensor) -> Tensor:
@@ -55,6 +56,16 @@ def coupled(m: Any, x: Tensor) -> Tensor:
     return torch.cat([a, b + m.g(m.q(a))], 1)
 
 
+def added_to_rows(m: Any, x: Tensor) -> Tensor:
+    y = x.index_add(1, torch.arange(3), m.f(m.p(x))[:, :3])
+    return y.scatter_add(1, torch.arange(3)[None, :, None].expand(2, 3, C), m.g(m.q(y))[:, :3])
+
+
+def shifted(m: Any, h: Tensor) -> Tensor:
+    """RWKV's mix of each token and the one before."""
+    return h * m.gain + m.shift(h) * (1 - m.gain)
+
+
 FORMS: dict[str, Form] = {
     "pre-norm": lambda m, x: (y := x + m.f(m.p(x))) + m.g(m.q(y)),
     "in place": in_place,
@@ -67,6 +78,10 @@ FORMS: dict[str, Form] = {
     "ended by dropout": lambda m, x: (y := x + m.drop(m.f(m.p(x)))) + m.drop(m.g(m.q(y))),
     "differences": lambda m, x: torch.rsub(m.g(m.q(y := x - m.f(m.p(x)))), y),
     "functions that add": lambda m, x: torch.add(y := sum([x, m.f(m.p(x))]), m.g(m.q(y)), alpha=0.5),
+    "rows": added_to_rows,
+    "a stack": lambda m, x: torch.addcmul(y := torch.stack([x, m.f(m.p(x))]).sum(0), m.gain, m.g(m.q(y))),
+    "an overload": lambda m, x: torch.ops.aten.sub.Tensor(y := torch.ops.aten.add.Tensor(x, m.f(m.p(x))), m.g(m.q(y))),
+    "token shift": lambda m, x: (y := x + m.f(shifted(m, m.p(x)))) + m.g(shifted(m, m.q(y))),
     "coupled": coupled,
     "positions of queries, as DETR": lambda m, x: (y := x + m.f(m.p(x) + m.positions)) + m.g(m.q(y) + m.positions),
 }
@@ -160,24 +175,22 @@ def conv(stride: int = 1, first: bool = False) -> nn.Module:
     )  # fmt: skip
 
 
-def test_projections_and_identity_skips() -> None:
-    found = branches(nn.Sequential(conv(first=True), conv(), conv(2)), torch.randn(2, 3, 16, 16))
-    assert [(one.layer, one.end) for one in found] == [("0", "0.two"), ("1", "1.two"), ("2", "2.two")]
-
-
 @pytest.mark.parametrize("enlarge", [nn.Upsample(scale_factor=2), nn.ConvTranspose2d(C, C, 2, 2)])
-def test_the_levels_of_a_pyramid_are_no_branches(enlarge: nn.Module) -> None:
+@pytest.mark.parametrize("convs", [conv, lambda stride=1, first=False: nn.Conv2d(3 if first else C, C, 3, stride, 1)])
+def test_the_levels_of_a_pyramid_or_a_unet_are_no_branches(enlarge: nn.Module, convs: Callable[..., nn.Module]) -> None:
     def forward(m: Any, x: Tensor) -> list[Tensor]:
         maps = [x := stage(x) for stage in m.stages]
         levels = [lateral(one) for lateral, one in zip(m.laterals, maps, strict=True)]
         for i in (1, 0):
             levels[i] = levels[i] + m.enlarge(levels[i + 1])
-        return levels
+            x = m.after[i](maps[i] + m.enlarge(x))
+        return [*levels, x]
 
-    stages = nn.ModuleList([conv(first=True), conv(2), conv(2)])
-    laterals = nn.ModuleList([nn.Conv2d(C, C, 1) for _ in stages])
-    found = branches(toy(forward, stages=stages, laterals=laterals, enlarge=enlarge), torch.randn(2, 3, 16, 16))
-    assert [one.end for one in found] == [f"stages.{i}.two" for i in range(3)]
+    parts = {"stages": nn.ModuleList([convs(1, True), convs(2), convs(2)]), "after": nn.ModuleList([convs(), convs()])}
+    laterals = nn.ModuleList([nn.Conv2d(C, C, 1) for _ in range(3)])
+    found = branches(toy(forward, **parts, laterals=laterals, enlarge=enlarge), torch.randn(2, 3, 16, 16))
+    expected = {f"{name}.{i}.two" for name in parts for i in range(len(parts[name]))} if convs is conv else set()
+    assert {one.end for one in found} == expected
 
 
 def test_adapters_are_no_branches() -> None:
@@ -213,10 +226,25 @@ def elmo(m: Any, x: Tensor) -> Any:
     return sum([0.5 * x, *(0.5 * (x := part(x)) for part in m.parts)])
 
 
+def straight_through(m: Any, x: Tensor) -> Tensor:
+    for part, head in zip(m.parts, m.heads, strict=True):
+        x = (y := part(x)) + (head(y) - y).detach()
+    return x
+
+
+def first_input(m: Any, x: Tensor) -> Tensor:
+    """The sums of modded-nanogpt: each layer gets a part of the first input too."""
+    first = x
+    for part in m.parts:
+        x = part(part.gain * x + part.positions * first)
+    return x
+
+
 WAVENET = two_sums(lambda part, x: part(x).tanh())
 CONDITIONED = two_sums(lambda part, x: (h := part(x) + part(x[:, :1])).tanh() * h.sigmoid())
 OTHER_SUMS: dict[str, tuple[Form, str]] = {
-    **{form.__name__: (form, "parts.#.f parts.#.g") for form in (exits, elmo)},
+    **{form.__name__: (form, "parts.#.f parts.#.g") for form in (exits, elmo, straight_through, first_input)},
+    "a part": (lambda m, x: stacked(m, m.heads[0](x) + m.heads[2](m.heads[1](x[:, :1]).relu())), "parts.#.f parts.#.g"),
     "WaveNet": (WAVENET, "residuals.#"),
     "conditioned WaveNet": (CONDITIONED, "residuals.#"),
     "backcasts of N-BEATS": (two_sums(lambda part, x: part(x).relu(), lambda x, y: x - y), "residuals.#"),
@@ -278,13 +306,6 @@ def test_a_difference_from_a_moving_average_is_no_branch() -> None:
     season = toy(lambda m, x: x - m.pool(x), pool=toy(lambda m, x: F.avg_pool1d(x.mT, 3, 1, 1).mT))
     with pytest.raises(LayerError, match="found no residual branch"):
         plan(nn.Sequential(nn.Linear(C, C), season), stochastic_depth(), example_input=X)
-
-
-def test_a_branch_inside_another_that_begins_with_its_skip() -> None:
-    """As in Fourier neural operators."""
-    model = toy(lambda m, x: x + m.g((x + m.f(x)).relu()), f=nn.Linear(C, C), g=nn.Linear(C, C))
-    found = plan(nn.Sequential(model), stochastic_depth(), example_input=X)
-    assert [site.name for site in found.sites] == ["0.f", "0.g"]
 
 
 def test_branches_inside_another_are_named() -> None:
@@ -379,6 +400,11 @@ WITHOUT_ENDS: dict[str, Form] = {
     "function": lambda m, x: x + F.relu(m.g(x)),
     "product": lambda m, x: x + torch.mul(m.g(x), m.f(x)),
     "highway": lambda m, x: x * (1 - m.f(x).sigmoid()) + m.g(x) * m.f(x).sigmoid(),
+    "a term computed from the other": lambda m, x: x + (m.f(h := m.p(x)) - h),
+    "a term of two": lambda m, x: x + (0.5 * (h := m.p(x)) + 0.5 * m.g(h)),
+    "a gated token shift": lambda m, x: x + m.f(h := m.p(x)).sigmoid() * m.g(shifted(m, h)),
+    "complex numbers": lambda m, x: ((z := torch.fft.fft(x, dim=1)) + torch.fft.fft(m.g(z.real), dim=1)).real,
+    "hidden": lambda m, x: torch.func.vmap(torch.add)(x, m.g(x)),
 }
 
 
@@ -406,6 +432,7 @@ SKIPS: dict[str, Form] = {
     "back and forth": lambda m, x: x.transpose(0, 1).contiguous().roll(1, 0).roll(-1, 0).transpose(0, 1) + m.g(x),
     "scaled": lambda m, x: 0.5 * x + m.g(x),
     "alpha": lambda m, x: torch.add(m.g(x), x, alpha=0.5),
+    "lerp": lambda m, x: torch.lerp(x, m.g(x), 0.3),
     "negative": lambda m, x: -x + m.g(x),
     "gain": lambda m, x: x * m.gain + m.g(x),
     "flipped": lambda m, x: x.flip(1) + m.g(x),
@@ -451,9 +478,12 @@ def test_other_additions_are_not_residual() -> None:
     assert branches(toy(forward, position=nn.Parameter(torch.randn(6, C)), **layers)) == ()
 
 
-def test_a_skip_around_several_blocks_is_left_out() -> None:
+def test_a_skip_around_several_blocks_is_left_out_but_not_one_around_another_branch() -> None:
+    """The latter as in Fourier neural operators."""
     long = toy(lambda m, x: x + m.last(m.body(x)), body=stack(pre_norm), last=nn.Linear(C, C))
     assert {one.layer for one in branches(long)} == {f"body.parts.{i}" for i in range(3)}
+    for form, ends in ((lambda m, x: x + m.g((x + m.f(x)).relu()), "fg"), (lambda m, x: x + 0.3 * (m.g(x) - x), "g")):
+        assert [one.end for one in branches(nn.Sequential(block(form)))] == [f"0.{end}" for end in ends]
 
 
 def test_batch_on_the_second_axis_and_pytorchs_own_transformer() -> None:
@@ -495,21 +525,6 @@ class Unit(nn.Module):
         return F.relu(y)
 
 
-class PreActivation(nn.Module):
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.n1, self.c1 = nn.BatchNorm2d(channels), nn.Conv2d(channels, width, 3, 1 + (width > channels), 1)
-        self.n2, self.c2 = nn.BatchNorm2d(width), nn.Conv2d(width, width, 3, padding=1)
-        self.pool = nn.AvgPool2d(2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.c2(F.relu(self.n2(self.c1(F.relu(self.n1(x))))))
-        if y.shape == x.shape:
-            return x + y
-        x = self.pool(x)
-        return torch.cat([x, x], 1) + y
-
-
 def net(block: type[nn.Module]) -> nn.Sequential:
     blocks = (block(a, b) for a, b in pairwise(WIDTHS))
     return nn.Sequential(nn.Conv2d(3, 8, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2))
@@ -525,12 +540,6 @@ def test_names_do_not_matter() -> None:
         **dict.fromkeys(("2.beta", "2.delta", "2.short", "3 (skip)", "3.beta", "3.delta"), 0.1),
         **dict.fromkeys(("4.beta", "4.delta", "4.short"), 0.4),
     }
-
-
-def test_a_pre_activation_block_has_a_site_before_the_addition() -> None:
-    found = sites(net(PreActivation))
-    assert {name for name in found if name.startswith("3")} == {"3 (skip)", "3.n2", "3.c2"}
-    assert {name for name in found if name.startswith("4")} == {"4.pool", "4.n2", "4.c2"}
 
 
 def test_a_skip_of_functions_is_dropped_at_the_input_of_the_block() -> None:
