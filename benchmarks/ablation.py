@@ -35,7 +35,7 @@ RULES: dict[str, Callable[..., Any]] = {
     f"{BRANCHES}._is_projection": lambda *_: True,
     f"{BRANCHES}._Search._is_joined": lambda *_: False,
     f"{BRANCHES}._Search._leaks": lambda *_: iter(()),
-    f"{BRANCHES}._without_long_skips": lambda residuals: residuals,
+    f"{BRANCHES}._without_long_skips": lambda _, everything: [one for one in everything if one.ends],
     f"{BRANCHES}._usable_ends": lambda trace, _: {*trace.calls_of} - {""},
     f"{BRANCHES}._home_name": lambda residual: residual.op.call.name if residual.op.call else "",
     f"{BRANCHES}.is_affine": lambda _: False,

@@ -19,6 +19,7 @@ class HiddenOperationError(Exception):
         return f"what {self.args[0]!r} computes is hidden"
 
 
+_RESHAPES: dict[str, Callable[..., Tensor]] = {"view": Tensor.reshape, "view_as": Tensor.reshape_as}
 CPU = torch.device("cpu")
 
 
@@ -43,8 +44,8 @@ def replay(
         if op.is_in_place:  # the values of the caller stay as they are
             known[op.inputs[0]] = value(op.inputs[0]).clone()
         # A view needs the strides of the recorded tensor, which the values need not have.
-        is_view = op.name == "view" and op.outputs[0].dtype == op.inputs[0].dtype
-        function = Tensor.reshape if is_view else op.function
+        is_view = op.name in _RESHAPES and op.outputs[0].dtype == op.inputs[0].dtype
+        function: Callable[..., Any] = _RESHAPES[op.name] if is_view else op.function
         with device:  # not the default device of the user
             result = function(*map_leaves(op.args, value), **map_leaves(op.kwargs, value))
         made = [known[op.inputs[0]]] if op.is_in_place else tensors(result)

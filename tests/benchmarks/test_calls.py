@@ -4,6 +4,7 @@ The counts use `sys.setprofile` on frames of the package, after warm-up calls. U
 machine. `pytest tests/benchmarks/test_calls.py -rP` prints them.
 """
 
+import gc
 import subprocess
 import sys
 import tomllib
@@ -34,6 +35,7 @@ def count_calls(action: Callable[[], Any]) -> Calls:
         if event == "call" and code.co_filename.startswith(PACKAGE):
             calls[code.co_filename.removeprefix(PACKAGE + "/"), code.co_qualname] += 1
 
+    gc.collect()  # what other tests left ends now
     sys.setprofile(profile)
     try:
         action()

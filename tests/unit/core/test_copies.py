@@ -201,27 +201,6 @@ class TestThreads:
         assert (drop.step_count, drop.p) == (200, 0.5)
         assert drop.check() == []
 
-    def test_optimizer_steps_while_other_threads_inject(self) -> None:
-        """Every optimizer step checks all sites that have not run."""
-        mine, waiting = without_zeros(), [without_zeros() for _ in range(30)]
-        for model in waiting:
-            inject(model, Dropout(0.5), layers="*")
-        optimizer = torch.optim.SGD(mine.parameters(), 0.01)
-        mine(X).sum().backward()
-        done = threading.Event()
-
-        def step() -> None:
-            for _ in range(100):
-                optimizer.step()
-            done.set()
-
-        def others() -> None:
-            while not done.is_set():
-                inject(without_zeros(), Dropout(0.5), layers="*")
-
-        with fast_switches():
-            in_threads(step, others, others)
-
     def test_data_parallel_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replicas share the hooks and run in threads; steps count once. Uses PyTorch's replicate with two fake devices."""
         replicate = sys.modules["torch.nn.parallel.replicate"]
@@ -307,29 +286,6 @@ class TestNoLeaks:
             del drop
             # Following an optimizer must not leave wrappers of `torch.compiler.disable` behind.
             assert not any(type(thing).__name__ == "DisableContext" for thing in gc.get_objects())
-
-
-def test_step_in_another_thread_during_a_probe_is_not_lost() -> None:
-    """It may wait for the probe or count during the probe."""
-
-    class Trains(nn.Linear):
-        thread: threading.Thread | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            if Trains.thread is None:
-                Trains.thread = threading.Thread(target=lambda: drop.step())
-                Trains.thread.start()
-                Trains.thread.join(timeout=1)
-            return super().forward(x)
-
-    model = nn.Sequential(Trains(8, 8))
-    drop = inject(model, Dropout(0.5), layers="0", schedule=LinearSchedule(10))
-    drop.step(2)
-    measured = drop.probe(torch.ones(400, 8), step=10)
-    assert Trains.thread is not None
-    Trains.thread.join()
-    assert (drop.step_count, drop.p) == (3, pytest.approx(0.15))
-    assert measured.requested == 0.5
 
 
 def test_concurrent_steps_and_samplings_are_all_counted_and_restored() -> None:

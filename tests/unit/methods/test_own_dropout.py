@@ -2,9 +2,7 @@
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -260,26 +258,6 @@ class TestContexts:
             finally:
                 handle.remove()
         assert footprint(model) == before
-
-    def test_threads_end_them_in_any_order(self) -> None:
-        both, ended = threading.Barrier(2), threading.Event()
-
-        class Waits(nn.Dropout):
-            def forward(self, x: Tensor) -> Tensor:
-                if threading.current_thread() is not threading.main_thread():
-                    both.wait(9)
-                    if len(x) == 1:
-                        ended.wait(9)
-                return super().forward(x)
-
-        waits = nn.Sequential(nn.Linear(4, 4), Waits(0.5)).eval()
-        own = inject(waits, set_dropout(0.3), example_input=torch.ones(2, 4))
-        with own.sampling(), ThreadPoolExecutor(2) as pool:
-            last, first = (pool.submit(waits, torch.ones(rows, 4)) for rows in (1, 2))
-            first.result()
-            ended.set()
-            last.result()
-        assert not waits[1].training
 
     def test_copies_made_inside_are_not_sampled(self, model: nn.Sequential, own: Injection) -> None:
         with own.recording(), own.sampling():

@@ -306,7 +306,8 @@ class Attention(nn.Module):
             y = self.mixing(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         y = y.permute(0, 2, 3, 1) if kind == "interleaved" else y.transpose(1, 2)
         # Fused attention has a layout that permits the view.
-        y = y.view(len(x), L, H * D) if kind == "view" else y.flatten(2)
+        like = self.qkv(x)[..., : H * D] if kind == "gate" else y.flatten(2)
+        y = y.view(len(x), L, H * D) if kind == "view" else y.contiguous().view_as(like)
         if kind == "gate":
             y = y * self.qkv(x)[..., : H * D].sigmoid()
         if kind == "in place":
