@@ -180,7 +180,20 @@ def _weighs_positions(trace: Trace, core: Op, softmax: Op, mixing: set[Op], cach
     if starts and chain.key not in cache:
         with CPU:
             cache[chain.key] = chain.weighs_positions(weights)
+    if weights and starts and cache[chain.key] is True and _are_slots(trace, softmax, values, mixing):
+        return "its keys are mixtures of the positions that a layer scores, such as slots of experts"
     return bool(starts) and cache[chain.key]
+
+
+def _are_slots(trace: Trace, softmax: Op, values: Sequence[Node], mixing: set[Op]) -> bool:
+    """Whether a layer computes the scores from what the values are mixtures of, as a router does in Soft MoE."""
+    scoring = set[Op]()
+    starts = _sources([softmax.inputs[0]], scoring, mixing)
+    ways = {node.op for start in starts for node in trace.path(start, values)}
+    scored, mixed = (
+        any(op is not None and op.name in PRODUCTS and not _has_constant(op) for op in ops) for ops in (scoring, ways)
+    )
+    return mixed and not scored
 
 
 def _sources(ends: Sequence[Node], ops: set[Op], mixing: set[Op]) -> list[Node]:
@@ -297,9 +310,11 @@ class _Chain:
             return "different products are joined before it"
         try:
             self.result = self.computed()[1]
-            # A head is a matrix (L, d) of the product, or, if the queries of all heads are in one matrix, some rows.
-            for axes in ((-2, -1), (-1,)):
-                first = self.zeroed_with(torch.arange(self.end.shape[-1]) == 0, axes)
+            # A head is some rows of the product, as the queries of several heads may be in one matrix, or, if the
+            # rows are padded or pooled, a matrix (L, d).
+            for axes in ((-1,), (-2, -1)):
+                one = torch.arange(self.end.shape[-1]) == 0
+                first = self.zeroed_with(one, axes) if axes == (-2, -1) or self.has_rows(one) else one | True
                 if not first.all():
                     return self.layout(first, axes)
         except _NoHeadsError as error:
@@ -308,13 +323,22 @@ class _Chain:
             return f"the way from attention to it cannot be repeated: {error}"
         return "it has a single head, or what mixes the heads comes before it"
 
+    def slopes(self, features: Tensor) -> Sequence[Tensor]:
+        """Return the gradients of the sum of some features."""
+        chosen = self.result[..., features].float().sum()
+        return torch.autograd.grad(chosen, self.given, retain_graph=True, materialize_grads=True)
+
+    def has_rows(self, feature: Tensor) -> bool:
+        """Whether a head has a row for each position, unlike learned queries and channels, which are one row each."""
+        rows = sum(int((slope != 0).any(-1).sum()) for slope in self.slopes(feature))
+        return rows >= self.end.size // self.end.shape[-1] and rows > self.end.shape[0]
+
     def zeroed_with(self, features: Tensor, axes: tuple[int, ...]) -> Tensor:
         """Zero the parts, of these axes, that some features depend on, and return which features are 0 then.
 
         A `_NoHeadsError` if these do not become 0, or if others change without becoming 0.
         """
-        chosen = self.result[..., features].float().sum()
-        slopes = torch.autograd.grad(chosen, self.given, retain_graph=True, materialize_grads=True)
+        slopes = self.slopes(features)
         kept = [x.detach() * (slope == 0).all(axes, keepdim=True) for x, slope in zip(self.given, slopes, strict=True)]
         with torch.no_grad():
             end = self.repeat(kept)

@@ -288,25 +288,6 @@ class TestNoLeaks:
             assert not any(type(thing).__name__ == "DisableContext" for thing in gc.get_objects())
 
 
-def test_concurrent_steps_and_samplings_are_all_counted_and_restored() -> None:
-    drop = inject(model := without_zeros(), Dropout(0.5), layers="*", schedule=LinearSchedule(8000))
-    model(X)
-    model.eval()
-
-    def sample() -> None:
-        for _ in range(10):
-            with drop.sampling(p=0.9):
-                assert drop._states[0].sampling
-            drop.step()
-
-    with fast_switches():
-        for _ in range(100):
-            in_threads(*[sample] * 4)
-    assert drop.step_count == 4000
-    assert [site.p for site in drop.sites] == [0.25, 0.25]
-    assert len(find(model)) == 1
-
-
 def test_hooks_and_handles_do_not_keep_the_model_alive() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     drop = inject(model, Dropout(0.5), layers="0")

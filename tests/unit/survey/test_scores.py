@@ -72,6 +72,17 @@ def restored(m: Any, x: Tensor) -> Tensor:
     return attend(*m.grouped(m.qkv(x).mT).chunk(3, 1)).mT
 
 
+def soft_moe(m: Any, x: Tensor) -> Tensor:
+    weights = m.qkv(x)[..., :8]  # those of a router, for two slots of each expert
+    slots = (weights.softmax(1).mT @ x).unflatten(1, (4, 2))
+    return weights.softmax(-1) @ torch.cat([one(slots[:, i]) for i, one in enumerate(m.experts)], 1)
+
+
+def induced(m: Any, x: Tensor) -> Tensor:
+    h = m.experts[0](attend(m.memory.weight, m.experts[1](x), x))
+    return attend(m.experts[2](x), m.experts[3](h), h)
+
+
 KINDS: dict[str, tuple[Callable[..., Tensor], list[bool]]] = {
     "class probabilities after attention": (lambda m, x: m.gate(attend(*qkv(m, x)).mean(1)).softmax(-1), [True, False]),
     "router of experts as a product": (routed, [True, False]),
@@ -92,6 +103,8 @@ KINDS: dict[str, tuple[Callable[..., Tensor], list[bool]]] = {
     "channels (XCA)": (lambda m, x: attend(*(y.mT for y in heads(m, x))), [False]),
     "channels (XCA), fused": (lambda m, x: F.scaled_dot_product_attention(*(y.mT for y in heads(m, x))), [False]),
     "channels after a depthwise convolution": (restored, [False]),
+    "slots of experts (Soft MoE)": (soft_moe, [False, False]),
+    "induced points (Set Transformer)": (induced, [True, True]),
     "codebook": (lambda m, x: (x @ m.memory.weight.T).softmax(-1) @ m.memory.weight, [False]),
 }  # fmt: skip
 
@@ -142,6 +155,22 @@ def test_head_dropout_names_attention_that_is_multiplied_and_summed() -> None:
     assert found.warnings == [
         "head_dropout skips '1': its weights are multiplied and summed, not in a product of matrices."
     ]
+
+
+@pytest.mark.parametrize("kind", ["linear", "sigmoid"])
+def test_layers_of_a_hybrid_model_without_softmax_attention_are_named(kind: str) -> None:
+    def other(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (F.elu(q) + 1) @ ((F.elu(k) + 1).mT @ v) if kind == "linear" else (q @ k.mT).sigmoid() @ v
+
+    def layer(form: Callable[..., Tensor], **more: nn.Module) -> nn.Module:
+        mix = toy(lambda m, x: m.proj(form(*heads(m, x)).transpose(1, 2).flatten(2)), qkv=nn.Linear(8, 24), **more)
+        return toy(lambda m, x: m.mlp(m.mix(x)), mix=mix, mlp=nn.Linear(8, 8))
+
+    model = nn.Sequential(layer(attend, proj=nn.Linear(8, 8)), layer(other, proj=nn.Linear(8, 8, bias=False)))
+    for recipe in (recipes.drop_key(p=0.5), recipes.head_dropout(p=0.5)):
+        model.append(copy.deepcopy(model[0]))  # a recipe compares sites if it has two
+        [warning] = plan(model, recipe, example_input=X).warnings
+        assert warning.startswith("no site is in '1', unlike '0', '2'")
 
 
 def test_a_layer_without_an_example_or_with_attention_only_inside_it_is_refused() -> None:

@@ -295,6 +295,11 @@ class Attention(nn.Module):
             y = torch.bmm((q @ k.mT).softmax(-1), v).unflatten(0, (-1, H))
         elif kind == "multi-query":  # the queries of all heads in one matrix
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k[:, 0], v[:, 0]).unflatten(1, (H, L))
+        elif kind == "grouped":  # those of two heads each
+            y = (q.unflatten(1, (2, 2)).flatten(2, 3) @ k[:, :2].mT).softmax(-1) @ v[:, :2]
+            y = y.unflatten(2, (2, L)).flatten(1, 2)
+        elif kind == "rows":  # beside each other, with keys on an axis before them
+            y = torch.einsum("nhqk,nkhd->nqhd", (q @ k.mT).softmax(-1), v.transpose(1, 2)).transpose(1, 2)
         else:
             y = F.scaled_dot_product_attention(q, k, v)
         if kind == "differential":  # two maps for each head
@@ -327,7 +332,7 @@ def found(model: nn.Module) -> tuple[dict[str, Heads], dict[str, str]]:
     return heads, {name: one for name, one in every.items() if isinstance(one, str)}
 
 
-SIDE_BY_SIDE = ("", "view", "eager", "folded", "multi-query", "inner norm", "gate", "in place")
+SIDE_BY_SIDE = ("", "view", "eager", "folded", "multi-query", "grouped", "rows", "inner norm", "gate", "in place")
 
 
 @pytest.mark.parametrize(
@@ -358,6 +363,20 @@ def test_what_is_refused(model: nn.Module, layer: str, reason: str) -> None:
     assert heads == {}
     assert list(refused) == [layer]
     assert reason in refused[layer]
+
+
+@pytest.mark.parametrize("kind", ["positions", "learned", "channels"])
+def test_queries_of_one_head_and_channels_of_a_danet_are_no_heads(kind: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.embed(x)
+        if kind == "channels":
+            return m.out(((x.mT @ x).softmax(-1) @ x.mT).mT)
+        return m.out((((m.query(x) if kind == "positions" else m.seeds) @ x.mT).softmax(-1) @ x).flatten(1))
+
+    size = {"positions": 8 * L, "learned": 24, "channels": 8}[kind]
+    model = toy(forward, embed=nn.Linear(8, 8), query=nn.Linear(8, 8), out=nn.Linear(size, 2))
+    model.seeds = nn.Parameter(torch.randn(1, 3, 8))
+    assert found(model) == ({}, {"out": "it has a single head, or what mixes the heads comes before it"})
 
 
 def test_a_shared_projection_must_get_the_same_heads() -> None:
