@@ -23,6 +23,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--config", type=Path, help="YAML file, such as benchmarks/configs/quick.yaml")
     add("--out", type=Path, help="folder for the report and the runs (default: runs/CONFIG_NAME)")
     add("--report", type=Path, metavar="SUMMARY", help="write report.html beside a stored summary.json, and exit")
+    add("--check", type=Path, metavar="SUMMARY", help="train the first seed again, with the settings of a summary.json")
     add("--workers", type=int, default=os.cpu_count() or 1, help="number of parallel runs, with one thread each")
     add("--dry-run", action="store_true", help="print sites, runs and power without training")
     options = parser.parse_args(argv)
@@ -42,7 +43,8 @@ from rich.console import Console
 
 from comparison import costs, preview
 from comparison.analysis import text
-from comparison.analysis.schema import Summary
+from comparison.analysis.pairs import by_test_set
+from comparison.analysis.schema import METRICS, Summary, without_commas
 from comparison.analysis.summary import Costs, summarize
 from comparison.engines.store import Folder, StoreError, replace_file
 from comparison.engines.work import Runner, train
@@ -50,7 +52,7 @@ from comparison.report import page
 from comparison.report.table import WIDTH, table
 from comparison.run.record import Record
 from comparison.spec.config import read
-from comparison.spec.run_spec import ConfigError
+from comparison.spec.run_spec import ConfigError, cell_of
 from comparison.spec.study import Entry, Study
 
 
@@ -85,6 +87,8 @@ def _compare(args: argparse.Namespace) -> int:
         return 0
     folder.claim(config)
     trainer = Runner(folder.store, partial(train, workers=args.workers))
+    if args.check:
+        return _check(study, Summary.model_validate_json(args.check.read_text()), trainer)
     entries = study.entries(trainer.tune(study.searches()))
     # Seed by seed, so that an interrupted comparison has complete pairs.
     trainer.ensure([entry.runs[seed] for seed in entries[0].runs for entry in entries], "Final runs")
@@ -93,6 +97,26 @@ def _compare(args: argparse.Namespace) -> int:
     info = {"title": config.title, "created": created, "command": args.command, "config": written}
     summary = summarize(entries, trainer.requested, measured, remarks, seeds=config.seeds, **info)
     return _report(summary, folder, time.perf_counter() - started)
+
+
+def _check(study: Study, stored: Summary, trainer: Runner) -> int:
+    """Train the first seed of each variant with its stored settings; return 1 if a result is not the stored one."""
+    known = {(cell.title, arm.name): arm for cell in stored.cells for arm in cell.arms}
+    cells, first = [cell_of(*both) for both in study.config.cells()], study.seeds[0]
+    tunings = {(cell, name): arm.tuning for (title, name), arm in known.items() for cell in cells
+               if arm.tuning and title.startswith(without_commas(cell).rstrip(")"))}  # fmt: skip
+    entries, differ = study.entries(tunings), 0
+    records = trainer.ensure([entry.runs[first] for entry in entries], "First seeds")
+    for test_set, scored in by_test_set(records).items():
+        for entry in entries:
+            title = without_commas(", ".join(filter(None, (entry.cell, test_set))))
+            old, new = known.get((title, entry.arm.name)), scored[entry.runs[first].key].outcome
+            pairs = [(old.values[one][0], new[one]) for one in METRICS] if old and new else []
+            differ += not pairs or any(a != b for a, b in pairs)
+            numbers = ", ".join(f"{a:.6g}" if a == b else f"{a:.6g} is now {b:.6g}" for a, b in pairs)
+            print(f"{title}, {entry.arm.name}: {numbers or 'not in both'}")
+    print(f"{differ} results differ from the stored ones.")
+    return 1 if differ else 0
 
 
 def _costs(entries: Sequence[Entry], records: Mapping[str, Record], seconds: float) -> Costs:
@@ -112,7 +136,6 @@ def _costs(entries: Sequence[Entry], records: Mapping[str, Record], seconds: flo
 
 
 def _report(summary: Summary, folder: Folder, seconds: float) -> int:
-    """Print the results, write the report, and return the exit status."""
     # Wide enough in a pipe that no row of a table is wrapped.
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     for cell in summary.cells:

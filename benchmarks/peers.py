@@ -102,7 +102,6 @@ class SkippedLayers(nn.Sequential):
     """A list of layers whose loop skips each with probability 0.5, as one would write it by hand."""
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """Yield the layers that run."""
         return (layer for layer in super().__iter__() if not self.training or torch.rand(()) >= 0.5)
 
 

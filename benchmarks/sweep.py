@@ -131,7 +131,6 @@ def _prepare(memory: float) -> None:
 
 
 def _checked(check: Check, name: str, options: argparse.Namespace) -> Record:
-    """Check one name and return its record; errors become part of it."""
     started = time.perf_counter()
     record: Record = {"name": name}
     try:

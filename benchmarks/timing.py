@@ -109,7 +109,6 @@ def race(title: str, cases: Iterable[Case], pairs: Pairs, options: Any, **settin
 
 
 def _numbers(samples: pd.DataFrame) -> dict[str, Any]:
-    """Return the values of a job for the JSON file."""
     of = {f"{name}_per_call": Quartiles.of(samples[name])._asdict() for name in COUNTS}
     return {**of, "rounds": samples.index.tolist(), "seconds_of_rounds": samples.seconds.tolist()}
 

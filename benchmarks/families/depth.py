@@ -134,7 +134,6 @@ def _reduces(layer: nn.Module, call: Call) -> bool:
 
 
 def _varies(x: Tensor) -> bool:
-    """Whether tokens or samples differ."""
     rows = x.flatten(0, -2) if x.dim() > 1 else x
     return bool((rows != rows[:1]).any())
 

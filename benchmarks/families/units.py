@@ -167,7 +167,6 @@ def check_keys(run: Run, plan: hookdrop.Plan) -> None:
 
 
 def _scores(run: Run, drop: hookdrop.Injection, p: float) -> list[tuple[list[str], Tensor]]:
-    """Return the modules that run around each softmax over the last axis, and which scores have an influence."""
     found: list[tuple[list[str], Tensor]] = []
 
     class Scores(TorchFunctionMode):
@@ -192,7 +191,6 @@ def _scores(run: Run, drop: hookdrop.Injection, p: float) -> list[tuple[list[str
 
 
 def _influence(scores: Tensor) -> Tensor:
-    """Return which scores are not masked."""
     if scores.dtype == torch.bool:
         return scores
     # cpmant's random weights give scores from -300 to 300. Masks of -100 (Swin) count as influence in both runs.

@@ -149,7 +149,6 @@ def _torchvision_trials(name: str) -> Iterator[Trial]:
 
 
 def _target(side: int, device: str) -> dict[str, Tensor]:
-    """Create the target of one object: a box with its label, mask and keypoints."""
     box = [side * 0.25, side * 0.25, side * 0.75, side * 0.75]
     mask = torch.zeros(1, side, side, dtype=torch.uint8, device=device)
     mask[:, side // 4 : side * 3 // 4, side // 4 : side * 3 // 4] = 1

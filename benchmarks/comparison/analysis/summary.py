@@ -75,7 +75,6 @@ def _cell(title: str, arms: Sequence[PairedArm], costs: Mapping[str, Cost], rema
 
 
 def _failures(records: Mapping[str, Record]) -> list[FailedRun]:
-    """Failed final runs, then failed tuning runs."""
     failed = [(Run.model_validate(record.spec), record.failure) for record in records.values() if record.failure]
     return [
         FailedRun(cell=run.cell, arm=run.arm.name, seed=run.seed, stage=run.stage, key=run.key, **asdict(why))

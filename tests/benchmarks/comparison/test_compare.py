@@ -104,6 +104,15 @@ class TestSmallComparison:
         assert len(again) == TRIALS + FINALS
         assert {path for path, changed in again.items() if changed != files[path]} == {lost}
 
+    def test_check_trains_the_first_seed_again_and_counts_what_differs(self, tiny: SimpleNamespace) -> None:
+        changed = Summary.model_validate_json((tiny.out / "summary.json").read_text())
+        changed.cells[0].arms[1].values["nll"][0] += 1e-9
+        (tiny.out.parent / "changed.json").write_text(changed.model_dump_json())
+        for path, differ in ((tiny.out / "summary.json", 0), (tiny.out.parent / "changed.json", 1)):
+            out = tiny.out.parent / "check"
+            status, text = run("--config", tiny.config, "--out", out, "--workers", 1, "--check", path)
+            assert (status, f"{differ} results differ" in text, len(records(out))) == (differ, True, len(ARMS))
+
 
 class TestInvalidRequests:
     def error(self, tmp_path: Path, text: str, *words: object, status: int = 2) -> str:
