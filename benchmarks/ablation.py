@@ -27,18 +27,19 @@ from models import catalog
 from models.check import NotRunnable, first_line
 from sweep import Sweep
 
-BRANCHES, LAYERS, CONVS, HEADS = (f"hookdrop.survey.{name}" for name in ("branches", "layers", "convs", "heads"))
+RESIDUALS, BRANCHES = "hookdrop.survey.residuals", "hookdrop.survey.branches"
+LAYERS, CONVS, HEADS = (f"hookdrop.survey.{name}" for name in ("layers", "convs", "heads"))
 RULES: dict[str, Callable[..., Any]] = {
-    f"{BRANCHES}._Search._projection": lambda *_: False,
-    f"{BRANCHES}._Search._first_of_two": lambda *_: None,
-    f"{BRANCHES}._Search._computes": lambda *_: True,
-    f"{BRANCHES}._is_projection": lambda *_: True,
-    f"{BRANCHES}._Search._is_joined": lambda *_: False,
-    f"{BRANCHES}._Search._leaks": lambda *_: iter(()),
+    f"{RESIDUALS}._Search._projection": lambda *_: False,
+    f"{RESIDUALS}._Search._first_of_two": lambda *_: None,
+    f"{RESIDUALS}._Search._computes": lambda *_: True,
+    f"{RESIDUALS}._is_projection": lambda *_: True,
+    f"{RESIDUALS}._Search._is_joined": lambda *_: False,
+    f"{RESIDUALS}._Search._leaks": lambda *_: iter(()),
     f"{BRANCHES}._without_long_skips": lambda _, everything: [one for one in everything if one.ends],
     f"{BRANCHES}._usable_ends": lambda trace, _: {*trace.calls_of} - {""},
     f"{BRANCHES}._home_name": lambda residual: residual.op.call.name if residual.op.call else "",
-    f"{BRANCHES}.is_affine": lambda _: False,
+    f"{RESIDUALS}.is_affine": lambda _: False,
     "hookdrop.survey.trace.Trace.repeated": lambda *_: set(),
     f"{LAYERS}._around_parts": lambda _, names: [*names],
     f"{LAYERS}._kind": lambda _, part, __: part.type,

@@ -45,7 +45,6 @@ class Quartiles(NamedTuple):
         return cls(*(float(value) for value in np.quantile(values, (0.25, 0.5, 0.75))))
 
     def __str__(self) -> str:
-        """Format as `1.25 [1.20, 1.31]`."""
         low, median, high = map(three_digits, self)
         return f"{median} [{low}, {high}]"
 

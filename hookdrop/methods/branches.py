@@ -14,10 +14,11 @@ from hookdrop.core.errors import InjectionError, LayerError
 from hookdrop.core.recipe import Recipe, RecipeSite
 from hookdrop.core.tables import counted, some
 from hookdrop.regularizers import Dropout, DropPath, LayerDrop
-from hookdrop.survey.branches import Branch, has_weights
+from hookdrop.survey.branches import Branch
 from hookdrop.survey.facts import Survey
 from hookdrop.survey.heads import attention_cores
 from hookdrop.survey.ops import CONVS, PRODUCTS
+from hookdrop.survey.residuals import has_weights
 
 
 @dataclass(frozen=True)

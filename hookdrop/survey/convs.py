@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from hookdrop.survey.branches import Residual, added
 from hookdrop.survey.ops import CATS, CONVS, ENLARGING, FUSED_ATTENTION, PARTS, PRODUCTS, VIEWS
+from hookdrop.survey.residuals import Residual, added
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
 _ATTENTION = PRODUCTS - {"linear"} | {FUSED_ATTENTION}

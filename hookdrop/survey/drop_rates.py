@@ -23,10 +23,10 @@ from hookdrop.core.errors import InjectionError
 from hookdrop.core.regularizer import Regularizer
 from hookdrop.core.selection import has_forward
 from hookdrop.regularizers import DropPath
-from hookdrop.survey.branches import added, has_weights, is_affine
 from hookdrop.survey.heads import attention_cores
 from hookdrop.survey.isolation import Training, attributes_of
 from hookdrop.survey.ops import DROPOUTS
+from hookdrop.survey.residuals import added, has_weights, is_affine
 from hookdrop.survey.trace import Node, Op, Trace, record
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -16,13 +16,14 @@ from hookdrop.core.errors import InjectionError
 from hookdrop.core.selection import named_layers, unwrapped
 from hookdrop.core.tensor_tree import TensorKey, map_leaves, tensors
 from hookdrop.core.torch_internals import is_fake
-from hookdrop.survey.branches import Branch, Residual, find_branches, find_gaps, find_residuals
+from hookdrop.survey.branches import Branch, find_branches, find_gaps
 from hookdrop.survey.draws import Line, find_draws
 from hookdrop.survey.drop_rates import DropRates, at_zero, constants_in, find_drop_rates, known_drop_rates
 from hookdrop.survey.examples import Example, examples, fault_of
 from hookdrop.survey.heads import Heads, Scores, find_heads, find_scores
 from hookdrop.survey.isolation import Training, forked_rng, other_hooks
 from hookdrop.survey.layers import LayerCalls, find_skippable, find_streams, layer_calls
+from hookdrop.survey.residuals import Residual, find_residuals
 from hookdrop.survey.samples import Samples, Site, growing_axis, is_batched, row_orders, why_no_batch
 from hookdrop.survey.tokens import Patches, find_embeddings, find_patches, removable_patches
 from hookdrop.survey.trace import Call, Node, Trace, record

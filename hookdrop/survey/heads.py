@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookdrop.core.tensor_tree import map_leaves
-from hookdrop.survey.branches import has_weights
 from hookdrop.survey.ops import CONVS, FUSED_ATTENTION, HIDDEN_ATTENTION, PRODUCTS, RECURRENT, SHOWN_ATTENTION, SOFTMAX
 from hookdrop.survey.replay import CPU, HiddenOperationError, replay
+from hookdrop.survey.residuals import has_weights
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hookdrop.core.errors import ShapeError
 from hookdrop.core.tensor_tree import TensorKey
-from hookdrop.survey.branches import Branch, Residual, added, has_weights, is_linear
+from hookdrop.survey.branches import Branch
 from hookdrop.survey.ops import CONVS, COPIES, CROPS, DROPOUTS, ENLARGING, SOFTMAX, VIEWS
 from hookdrop.survey.replay import replay
+from hookdrop.survey.residuals import Residual, added, has_weights, is_linear
 from hookdrop.survey.trace import Call, Node, Op, Trace, nodes_in, select_nodes, upstream
 
 Step = tuple[Op, Node]

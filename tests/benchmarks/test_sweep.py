@@ -105,12 +105,12 @@ class TestReport:
 
 
 OWNERS = {
-    "branches._Search._projection": "timm:test_resnet",
-    "branches._Search._first_of_two": "transformers:reformer",
-    "branches._Search._computes": "timm:efficientvim_m1",
-    "branches._Search._is_joined": "timm:rexnet_100",
-    "branches._Search._leaks": "timm:nasnetalarge",
-    "branches._is_projection": "timm:resnetv2_18",
+    "residuals._Search._projection": "timm:test_resnet",
+    "residuals._Search._first_of_two": "transformers:reformer",
+    "residuals._Search._computes": "timm:efficientvim_m1",
+    "residuals._Search._is_joined": "timm:rexnet_100",
+    "residuals._Search._leaks": "timm:nasnetalarge",
+    "residuals._is_projection": "timm:resnetv2_18",
     "branches._without_long_skips": "transformers:sam3_lite_text_text_model",
     "branches._usable_ends": "transformers:pegasus_x",
     "branches._home_name": "transformers:nystromformer",
@@ -150,7 +150,7 @@ class TestAblation:
 
     def test_every_rule_has_a_model(self, ablation: Any) -> None:
         rules = {rule.removeprefix("hookdrop.").removeprefix("survey.") for rule in ablation.RULES}
-        assert rules == {*OWNERS, "branches.is_affine"}
+        assert rules == {*OWNERS, "residuals.is_affine"}
 
     @pytest.mark.parametrize("rule", OWNERS)
     def test_model_has_other_sites_without_the_rule(self, ablation: Any, rule: str) -> None:
@@ -158,7 +158,7 @@ class TestAblation:
         assert ablation.check_model(OWNERS[rule], rules=[full])["rules"]
 
     def test_adapters_need_a_rule(self, ablation: Any) -> None:
-        with ablation.without("hookdrop.survey.branches.is_affine"), pytest.raises(AssertionError):
+        with ablation.without("hookdrop.survey.residuals.is_affine"), pytest.raises(AssertionError):
             test_branches.test_adapters_are_no_branches()
 
     def test_report_names_the_families_that_change_without_each_rule(self, ablation: Any, tmp_path: Path) -> None:
@@ -166,10 +166,10 @@ class TestAblation:
         assert ablation.main(arguments) == 0
         found = json.loads((tmp_path / "ablation.json").read_text())["rules"]
         assert list(found) == list(ablation.RULES)
-        assert found["hookdrop.survey.branches._Search._projection"] == ["resnet"]
+        assert found["hookdrop.survey.residuals._Search._projection"] == ["resnet"]
         assert found["hookdrop.survey.heads._has_constant"] == ["vision_transformer"]
         page = (tmp_path / "ablation.md").read_text()
-        assert "| hookdrop.survey.branches._Search._projection | 1 | resnet |" in page
+        assert "| hookdrop.survey.residuals._Search._projection | 1 | resnet |" in page
 
 
 RECORDS = json.loads((ROOT / "benchmarks" / "results" / "placement.json").read_text())["models"]
