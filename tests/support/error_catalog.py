@@ -200,6 +200,9 @@ hooked(ViT(), DropKey(p=0.1, calls=(True,)), "blocks.0")(IMAGES)
 inject(ViT(), DropKey(p=0.1), layers="blocks.0")
 # a model without attention scores
 inject(ResNet(), recipes.drop_key(p=0.1), example_input=IMAGES)
+# equal layers, of which one computes no attention
+parts = [toy(lambda m, x, dim=dim: m.f((x @ x.mT).softmax(dim) @ x), f=nn.Linear(8, 8)) for dim in (-1, 1, -1)]
+inject(nn.Sequential(*parts), recipes.drop_key(p=0.1), example_input=torch.rand(2, 3, 8))
 # a tensor of attention scores
 inject(ViT(), DropKey(p=0.1, calls=(True,)), layers="blocks.0", tensor=0)
 # attention scores at the input
