@@ -54,7 +54,9 @@ def _hybrid_warnings(trace: Trace, inside: Mapping[str, frozenset[str]], known: 
             if places and without and not is_off and not _are_named(without, known):
                 others = [name for name in names if inside[name]]
                 kind = trace.type_of(without[0])
-                found.append(f"no site is in {some(without)}, unlike {some(others)}, also {kind}.\n{_NEXT}")
+                found.append(
+                    f"sites are in {some(others)}, but none in {some(without)}, also of class {kind}.\n{_NEXT}"
+                )
     return found
 
 
