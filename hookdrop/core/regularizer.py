@@ -89,8 +89,8 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     """A module that maps a tensor to a tensor. It regularizes in training mode and is the identity in eval mode.
 
     A subclass declares its `rate`, the number that a schedule drives (None if there is none), stores each argument of
-    `__init__` in an attribute of the same name, and defines `regularize(x, rate)`. A forward raises `ShapeError` for a
-    tensor without its `axes`.
+    `__init__` in an attribute of the same name, and defines `regularize(x, rate)`. The plan and the first forward of a
+    hook raise `ShapeError` for a tensor without its `axes`.
 
     Example:
         >>> class Shrink(Regularizer):
@@ -125,7 +125,7 @@ class Regularizer(nn.Module, metaclass=NamedArguments):
     None if not. Fused attention shows a mask that is added to the scores instead of the scores."""
     in_backward: ClassVar[bool] = False  #: Whether it leaves the forward output unchanged, and only affects gradients.
     mixes_samples: ClassVar[bool] = False  #: Whether it changes nothing in a batch of one sample.
-    axes: str = "..."  #: The axes of its tensors, such as `"N C H W"`. `"..."` stands for any number of axes.
+    axes: str = "..."  #: A name for each axis, such as `"N C H W"`; `"..."` stands for any number of axes.
     _adds_to_loss: ClassVar[bool] = False  # whether it is a penalty, with a method `penalize` for the loss term
     keeps_shape: bool = True  #: Whether the result has the shape of the input.
 

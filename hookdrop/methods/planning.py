@@ -51,7 +51,8 @@ def run_recipe(plan: Plan, lazy: Any, given: bool) -> list[Entry]:
     scale(plan.sites, [site.factor * factors.get(group, 1.0) for site, group in chosen])
     plan.warnings += recipe.warnings(root, lazy, [site for site, _ in found])
     if recipe.takes_all and lazy.found is not None and len(found) > 1:
-        plan.warnings += sibling_warnings(lazy.found.trace, [site.name for site, _ in found], plan.warnings)
+        odd = sibling_warnings(lazy.found.trace, [site.name for site, _ in found], plan.warnings)
+        plan.warnings += [f"{name}: {text}" for text in odd]
     plan.name, plan.counts, plan.survey = name, {name: len(plan.sites)}, lazy.found
     plan.recipe = {
         "regularizer": recipe,

@@ -9,7 +9,10 @@ from hookdrop.core.tables import some
 from hookdrop.survey.ops import FUSED_ATTENTION, PRODUCTS
 from hookdrop.survey.trace import Trace
 
-_NEXT = "  compare them in the plan; to choose the layers yourself: inject(model, ..., layers=...)"
+_DIFFER = (
+    "{} and {} are layers of one class, but their sites differ.\n"
+    "  compare them in the plan; to choose the layers yourself: inject(model, ..., layers=...)"
+)
 
 
 def sibling_warnings(trace: Trace, sites: Collection[str], known: Collection[str]) -> list[str]:
@@ -33,7 +36,7 @@ def sibling_warnings(trace: Trace, sites: Collection[str], known: Collection[str
                 reported += names
                 if not _are_named(odd, known):
                     others = [name for name in names if name not in odd]
-                    found.append(f"{some(odd)} and {some(others)} are equal modules, but their sites differ.\n{_NEXT}")
+                    found.append(_DIFFER.format(some(odd), some(others)))
     return found + _hybrid_warnings(trace, inside, [*known, *found])
 
 
@@ -52,11 +55,7 @@ def _hybrid_warnings(trace: Trace, inside: Mapping[str, frozenset[str]], known: 
             without = [name for name in names if not inside[name]]
             is_off = any(trace.type_of(name + place) == "Identity" for name in without for place in places)
             if places and without and not is_off and not _are_named(without, known):
-                others = [name for name in names if inside[name]]
-                kind = trace.type_of(without[0])
-                found.append(
-                    f"sites are in {some(others)}, but none in {some(without)}, also of class {kind}.\n{_NEXT}"
-                )
+                found.append(_DIFFER.format(some(without), some([name for name in names if inside[name]])))
     return found
 
 

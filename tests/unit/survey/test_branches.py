@@ -362,7 +362,7 @@ def test_equal_modules_with_different_sites_are_named() -> None:
     sites = [f"parts.{i}.{end}" for i in range(3) for end in "fg"]
     assert not sibling_warnings(trace, sites, [])
     [warning] = sibling_warnings(trace, sites[1:], [])
-    assert "'parts.0' and 'parts.1', 'parts.2' are equal modules" in warning
+    assert "'parts.0' and 'parts.1', 'parts.2' are layers of one class" in warning
     assert not sibling_warnings(trace, sites[1:], ["skipped 1 layer, 'parts.0': a reason"])
     model = stack(pre_norm)
     assert sibling_warnings(survey(model, X).trace, ["parts.1.drop", "parts.2.drop"], [])

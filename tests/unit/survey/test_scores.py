@@ -171,7 +171,7 @@ def test_layers_of_a_hybrid_model_without_softmax_attention_are_named(kind: str)
     for recipe in (recipes.drop_key(p=0.5), recipes.head_dropout(p=0.5)):
         model.append(copy.deepcopy(model[0]))  # a recipe compares sites if it has two
         [warning] = plan(model, recipe, example_input=X).warnings
-        assert re.match("sites are in '0', '2'.*, but none in '1', also of class Toy.", warning)
+        assert re.match(r"\w+: '1' and '0', '2'.* are layers of one class, but their sites differ", warning)
 
 
 def test_a_layer_without_an_example_or_with_attention_only_inside_it_is_refused() -> None:
