@@ -29,6 +29,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.workers < 1:
         parser.error(f"--workers must be at least 1, got {options.workers}")
+    if options.check and options.out in (None, options.check.parent):
+        parser.error("--check compares new runs with stored ones: pass another folder, such as --out runs/check")
     if not (options.config or options.report):
         parser.error("nothing to compare: pass --config benchmarks/configs/quick.yaml")
     options.out = options.out or Path("runs") / (options.config.stem if options.config else "compare")
@@ -106,12 +108,11 @@ def _check(study: Study, stored: Summary, trainer: Runner) -> int:
     tunings = {(cell, name): arm.tuning for (title, name), arm in known.items() for cell in cells
                if arm.tuning and title.startswith(without_commas(cell).rstrip(")"))}  # fmt: skip
     entries, differ = study.entries(tunings), 0
-    records = trainer.ensure([entry.runs[first] for entry in entries], "First seeds")
-    for test_set, scored in by_test_set(records).items():
+    for test_set, scored in by_test_set(trainer.ensure([one.runs[first] for one in entries], "First seeds")).items():
         for entry in entries:
             title = without_commas(", ".join(filter(None, (entry.cell, test_set))))
             old, new = known.get((title, entry.arm.name)), scored[entry.runs[first].key].outcome
-            pairs = [(old.values[one][0], new[one]) for one in METRICS] if old and new else []
+            pairs = [(old.values[one][0], new[one]) for one in METRICS] if old and new and old.seeds[0] == first else []
             differ += not pairs or any(a != b for a, b in pairs)
             numbers = ", ".join(f"{a:.6g}" if a == b else f"{a:.6g} is now {b:.6g}" for a, b in pairs)
             print(f"{title}, {entry.arm.name}: {numbers or 'not in both'}")

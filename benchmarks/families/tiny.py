@@ -78,7 +78,6 @@ def tiny_config(kind: type[PreTrainedConfig], all_sizes: bool = True) -> PreTrai
 
 
 def _head_settings(kind: type[PreTrainedConfig], values: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes that have to fit the heads."""
     found: dict[str, Any] = {}
     if "head_dim" in values and not {"head_dim", "qk_rope_head_dim"} & set(settings) and _HEADS in settings:
         found["head_dim"] = HEAD

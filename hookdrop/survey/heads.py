@@ -312,9 +312,9 @@ class _Chain:
             self.result = self.computed()[1]
             # A head is some rows of the product, as the queries of several heads may be in one matrix, or, if the
             # rows are padded or pooled, a matrix (L, d).
-            for axes in ((-1,), (-2, -1)):
-                one = torch.arange(self.end.shape[-1]) == 0
-                first = self.zeroed_with(one, axes) if axes == (-2, -1) or self.has_rows(one) else one | True
+            feature = torch.arange(self.end.shape[-1]) == 0
+            for axes in [(-1,)] * self.has_rows(feature) + [(-2, -1)]:
+                first = self.zeroed_with(feature, axes)
                 if not first.all():
                     return self.layout(first, axes)
         except _NoHeadsError as error:

@@ -71,4 +71,4 @@ def _groups(trace: Trace, parent: str, kind: Callable[[str], object]) -> list[li
 
 
 def _are_named(names: Sequence[str], warnings: Collection[str]) -> bool:
-    return any(f"'{name}" in text for name in names for text in warnings)
+    return any(f"'{name}{end}" in text for name in names for end in "'." for text in warnings)

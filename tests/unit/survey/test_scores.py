@@ -147,7 +147,6 @@ def test_scores_belong_to_the_module_that_computes_them() -> None:
 
 
 def test_head_dropout_names_attention_that_is_multiplied_and_summed() -> None:
-    """As the deformable attention of Deformable DETR."""
     parts = {"qkv": nn.Linear(8, 24), "proj": nn.Linear(8, 8)}
     project = toy(lambda m, x: m.proj(attend(*heads(m, x)).transpose(1, 2).flatten(2)), **parts)
     model = nn.Sequential(project, mixer(KINDS["multiplied and summed"][0]))
