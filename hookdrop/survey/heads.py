@@ -307,7 +307,7 @@ class _Chain:
     def heads(self) -> Heads | str:
         """Return the heads in the last axis of the end, or why it has none."""
         if len({start.shape for start in self.starts}) > 1:
-            return "products of different shapes are joined before it, as in linear attention"
+            return "products of different shapes are joined before it"
         try:
             self.result = self.computed()[1]
             # A head is some rows of the product, as the queries of several heads may be in one matrix, or, if the
