@@ -404,7 +404,7 @@ def _suggestion(everything: list[Layer], text: str) -> str:
     for pattern in (p for each in (text, *longer) for p in (each, f"**.{each}")):
         if count := matched(pattern):
             return f"did you mean: {pattern!r} ({counted(count, 'module')})"
-    if count := sum(type(layer.module).__name__ == text for layer in everything):
+    if count := sum(type(layer.module).__name__ == text.rpartition(".")[2] for layer in everything):
         return f"did you mean: the class {text} itself, not its name as a string ({counted(count, 'module')})"
     if re.search(r"\\|\.\+|\(|\|", text):
         return f"a regular expression? write re.compile({text!r})"

@@ -98,7 +98,15 @@ class stochastic_depth(Recipe):
         # Where a layer has sites at other branches, the end of the branch says which one is left out.
         named = [(branch, branch.end if branch.layer in groups else branch.layer) for branch in survey.branches]
         reasons = [(self._refusal(survey, branch), name) for branch, name in named]
-        return _skipped_warnings(survey, {branch.layer for branch in survey.branches}, reasons)
+        alone = [_ALONE.format(branch.end) for branch in survey.branches if branch.is_all]
+        return [*alone, *_skipped_warnings(survey, {branch.layer for branch in survey.branches}, reasons)]
+
+
+_ALONE = (
+    "{!r} ends the only residual branch, and no layer comes before or after it: where it is dropped, the output "
+    "depends on the skip alone.\n"
+    "  if the sum joins two towers, or is an error, choose the layers yourself: inject(model, DropPath(), layers=...)"
+)
 
 
 def _check_no_stochastic_depth(model: nn.Module, survey: Survey) -> None:

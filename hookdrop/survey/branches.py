@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hookdrop.survey.ops import ENLARGING, FUSED_ATTENTION, PRODUCTS
 from hookdrop.survey.regions import Regions
-from hookdrop.survey.residuals import Residual, have_weights
+from hookdrop.survey.residuals import Residual, has_weights, have_weights
 from hookdrop.survey.trace import Call, Trace
 
 
@@ -25,6 +25,8 @@ class Branch:
     """The shape of the output of `end`."""
     parts: tuple[str, ...] = ()
     """All modules whose output reaches the addition, `end` first, if nothing but linear operations follows them."""
+    is_all: bool = False
+    """Whether the model adds nothing else, and all layers with weights compute this branch or what it is added to."""
 
 
 def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...]:
@@ -32,13 +34,16 @@ def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...
     residuals = _without_long_skips(trace, everything)
     usable = _usable_ends(trace, everything)
     layers = _layers(trace, residuals, usable)
+    weighted = [op for op in trace.ops if has_weights(op)]
     found: dict[tuple[str, str], Branch] = {}
     for residual in residuals:
         for calls in residual.ends:
             usable_calls = [call for call in calls if call.name in usable]
             if usable_calls:
                 parts = tuple(dict.fromkeys(call.name for call in usable_calls))
-                branch = Branch(layers[residual], parts[0], usable_calls[0].outputs[0].shape, parts)
+                around = range(residual.root.index + 1, residual.op.index)
+                is_all = len(residuals) == 1 and all(op.index in around for op in weighted)
+                branch = Branch(layers[residual], parts[0], usable_calls[0].outputs[0].shape, parts, is_all)
                 found.setdefault((branch.layer, branch.end), branch)
     return tuple(found.values())
 

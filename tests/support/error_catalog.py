@@ -600,6 +600,9 @@ model = from_timm("swin_tiny_patch4_window7_224", depths=(1, 1))()
 inject(model, recipes.patch_dropout(p=0.5), example_input=torch.randn(1, 3, 224, 224))
 # a recipe for a model without residual branches
 inject(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), recipes.stochastic_depth(), example_input=IMAGES)
+# stochastic_depth of a sum of two towers
+towers = toy(lambda m, x: m.wide(x) + m.deep(x), wide=nn.Linear(8, 2), deep=mlp())
+inject(towers, recipes.stochastic_depth(), example_input=torch.randn(2, 8))
 # a recipe for branches that end with a function
 branches = (toy(lambda m, x: x + m.fc(x).relu(), fc=nn.Linear(8, 8)) for _ in range(2))
 inject(nn.Sequential(*branches), recipes.stochastic_depth(), example_input=torch.randn(2, 8))

@@ -205,34 +205,25 @@ class TestThreads:
         """Replicas share the hooks and run in threads; steps count once. Uses PyTorch's replicate with two fake devices."""
         replicate = sys.modules["torch.nn.parallel.replicate"]
         monkeypatch.setattr(replicate, "_get_device_index", lambda device, _: device)
-        monkeypatch.setattr(
-            replicate, "_broadcast_coalesced_reshape",
-            lambda tensors, devices, detach=False: [[t.clone() for t in tensors] for _ in devices],
-        )  # fmt: skip
+        copies = lambda tensors, devices, detach=False: [[t.clone() for t in tensors] for _ in devices]
+        monkeypatch.setattr(replicate, "_broadcast_coalesced_reshape", copies)
         model = without_zeros()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(30)).follow(optimizer)
         for step in range(1, 31):
-            replicas = nn.parallel.replicate(model, [0, 1])
-            out: list[Any] = [None, None]
-
-            def run(index: int, replicas: Any = replicas, out: list[Any] = out) -> None:
-                out[index] = replicas[index](X)
-
-            in_threads(lambda: run(0), lambda: run(1))
-            (out[0].sum() + out[1].sum()).backward()
+            with ThreadPoolExecutor(2) as pool:
+                sum(pool.map(lambda replica: replica(X).sum(), nn.parallel.replicate(model, [0, 1]))).backward()
             optimizer.step()
             assert drop.step_count == step
         assert model[0].weight.grad is not None
         with drop.recording(last=0) as m:
-            replicas = nn.parallel.replicate(model, [0, 1])
-            outs = [replica(X) for replica in replicas]
+            outs = [(replica := one)(X) for one in nn.parallel.replicate(model, [0, 1])]
         assert m.totals.calls == 2
         assert [zero_fraction(y) for y in outs] == pytest.approx([0.5, 0.5], abs=0.1)
         assert not torch.equal(*outs)
         assert drop.check() == []
         drop.remove()
-        assert not find(replicas[0])
+        assert not find(replica)
 
 
 def hide_and_replace(model: nn.Module) -> None:

@@ -349,7 +349,7 @@ def test_expressions_must_match_the_whole_name(model: Small) -> None:
     [
         ("layer5", "did you mean: 'layer2', 'layer1'"),
         ("layer1.0.bn3", "did you mean: 'layer1.0.bn2', 'layer1.0.bn1'"),
-        ("BatchNorm2d", "the class BatchNorm2d itself, not its name as a string (8 modules)"),
+        ("nn.BatchNorm2d", "the class nn.BatchNorm2d itself, not its name as a string (8 modules)"),
         (r"layer\d\.0", r"a regular expression? write re.compile('layer\\d\\.0')"),
         ("convv2", "'**.conv2'"),
         ("layer1.bn2", "'layer1.*.bn2' (2 modules)"),

@@ -114,7 +114,7 @@ def test_nothing_that_a_forward_creates_stays() -> None:
 
     model = Creates()
     before = list(model.state_dict())
-    inject(model, stochastic_depth(p=0.5), p_scale="equal", example_input=X)
+    plan(model, stochastic_depth(p=0.5), p_scale="equal", example_input=X)
     assert list(model.state_dict()) == before
     assert not model.cache
     assert not model.counts
@@ -176,7 +176,7 @@ class Caching(Block):
 
 def test_no_fake_tensor_stays_in_objects_and_globals() -> None:
     model = Caching()
-    inject(model, stochastic_depth(p=0.5), p_scale="equal", example_input=X).remove()
+    plan(model, stochastic_depth(p=0.5), p_scale="equal", example_input=X)
     assert type(model(X)) is Tensor
     tables = (SHARED.by_size, MASKS, Caching.of_class)
     kept = [MEMO[8][1], OUTSIDE.mask, SHARED.mask, SHARED.inner.mask, *(table[8] for table in tables)]
