@@ -29,8 +29,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.workers < 1:
         parser.error(f"--workers must be at least 1, got {options.workers}")
-    if options.check and not (options.check.is_file() and options.out not in (None, options.check.parent)):
-        parser.error("--check compares a stored summary.json with new runs in another folder, such as --out runs/check")
+    if options.check and options.out in (None, options.check.parent):
+        parser.error("--check compares new runs with stored ones: pass another folder, such as --out runs/check")
     if not (options.config or options.report):
         parser.error("nothing to compare: pass --config benchmarks/configs/quick.yaml")
     options.out = options.out or Path("runs") / (options.config.stem if options.config else "compare")
