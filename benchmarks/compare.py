@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             page.write(Summary.model_validate_json(args.report.read_text()), args.report.with_name("report.html"))
             return 0
         return _compare(args)
-    except (ConfigError, StoreError) as error:
+    except (ConfigError, StoreError, FileNotFoundError) as error:
         print(f"compare.py: {error}")
         return 2
     except KeyboardInterrupt:

@@ -99,12 +99,12 @@ class stochastic_depth(Recipe):
         named = [(branch, branch.end if branch.layer in groups else branch.layer) for branch in survey.branches]
         reasons = [(self._refusal(survey, branch), name) for branch, name in named]
         alone = [_ALONE.format(branch.end) for branch in survey.branches if branch.is_all]
-        return [*alone, *_skipped_warnings(survey, {branch.layer for branch in survey.branches}, reasons)]
+        return [*alone[:1], *_skipped_warnings(survey, {branch.layer for branch in survey.branches}, reasons)]
 
 
 _ALONE = (
-    "{!r} ends the only residual branch, and no layer comes before or after it: where it is dropped, the output "
-    "depends on the skip alone.\n"
+    "{!r} ends a branch of the only residual addition, and no layer comes before or after it: where its branches "
+    "are dropped, the output depends on the skip alone.\n"
     "  if the sum joins two towers, or is an error, choose the layers yourself: inject(model, DropPath(), layers=...)"
 )
 

@@ -26,7 +26,7 @@ class Branch:
     parts: tuple[str, ...] = ()
     """All modules whose output reaches the addition, `end` first, if nothing but linear operations follows them."""
     is_all: bool = False
-    """Whether the model adds nothing else, and all layers with weights compute this branch or what it is added to."""
+    """Whether the model adds no other branches, and all layers with weights run inside them or their skip."""
 
 
 def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...]:
@@ -37,12 +37,11 @@ def find_branches(trace: Trace, everything: list[Residual]) -> tuple[Branch, ...
     weighted = [op for op in trace.ops if has_weights(op)]
     found: dict[tuple[str, str], Branch] = {}
     for residual in residuals:
+        is_all = len(residuals) == 1 and all(residual.root.index < op.index < residual.op.index for op in weighted)
         for calls in residual.ends:
             usable_calls = [call for call in calls if call.name in usable]
             if usable_calls:
                 parts = tuple(dict.fromkeys(call.name for call in usable_calls))
-                around = range(residual.root.index + 1, residual.op.index)
-                is_all = len(residuals) == 1 and all(op.index in around for op in weighted)
                 branch = Branch(layers[residual], parts[0], usable_calls[0].outputs[0].shape, parts, is_all)
                 found.setdefault((branch.layer, branch.end), branch)
     return tuple(found.values())

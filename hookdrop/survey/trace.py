@@ -299,6 +299,7 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
         raise InjectionError("the model has hooks of other code, which might need values.")
     with ExitStack() as stack:
         stack.enter_context(restored_after(model, trains=bool(training)))
+        torch.default_generator.manual_seed(0)  # `plan` and `inject` agree on a model that draws in eval mode
         recorder = _Recorder(model)
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)

@@ -88,8 +88,7 @@ def test_handle_stored_as_attribute_is_copied_with_its_model(images: Tensor) -> 
         assert twin.drop == find(twin.net)["dropout"]
         assert twin.drop.p == 0.25
         twin.own.remove()
-        assert len(find(owner)) == 2
-        assert len(find(twin)) == 1
+        assert (len(find(owner)), len(find(twin))) == (2, 1)
 
 
 class Counts(Dropout):
@@ -207,8 +206,7 @@ class TestThreads:
         monkeypatch.setattr(replicate, "_get_device_index", lambda device, _: device)
         copies = lambda tensors, devices, detach=False: [[t.clone() for t in tensors] for _ in devices]
         monkeypatch.setattr(replicate, "_broadcast_coalesced_reshape", copies)
-        model = without_zeros()
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        optimizer = torch.optim.SGD((model := without_zeros()).parameters(), 0.01)
         drop = inject(model, Dropout(0.5), layers="1", schedule=LinearSchedule(30)).follow(optimizer)
         for step in range(1, 31):
             with ThreadPoolExecutor(2) as pool:

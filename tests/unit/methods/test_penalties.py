@@ -270,8 +270,7 @@ def test_unread_terms_do_not_keep_earlier_graphs_alive() -> None:
     nodes: list[weakref.ref[Any]] = []
     model.register_forward_pre_hook(lambda _, args: Marker.apply(args[0].clone().requires_grad_(), nodes))
     train(model, 10)
-    assert len(nodes) == 10
-    assert living(nodes) == 1
+    assert (len(nodes), living(nodes)) == (10, 1)
     drop.penalty()
     assert living(nodes) == 0
     model(X)

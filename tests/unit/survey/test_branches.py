@@ -308,11 +308,20 @@ def test_a_difference_from_a_moving_average_is_no_branch() -> None:
         plan(nn.Sequential(nn.Linear(C, C), season), stochastic_depth(), example_input=X)
 
 
-@pytest.mark.parametrize("form", [lambda m, x: m.f(x) + m.g(x), lambda m, x: (x - m.g(x)).pow(2).mean(1)])
+@pytest.mark.parametrize(
+    "form", [lambda m, x: m.f(x) + m.g(x), lambda m, x: m.f(x) + m.g(x) + x, lambda m, x: (x - m.g(x)).square()]
+)
 def test_a_single_sum_around_all_layers_is_named_as_of_two_towers_or_the_error_of_an_autoencoder(form: Form) -> None:
     model = toy(form, f=nn.Linear(C, C), g=nn.Sequential(nn.Linear(C, 3), nn.ReLU(), nn.Linear(3, C)))
-    assert "'g' ends the only residual branch" in plan(model, stochastic_depth(), example_input=X).warnings[0]
+    [warning] = plan(model, stochastic_depth(), example_input=X).warnings
+    assert "ends a branch of the only residual addition" in warning
     assert not plan(nn.Sequential(nn.Linear(C, C), model), stochastic_depth(), example_input=X).warnings
+
+
+def test_plan_and_inject_agree_on_a_model_that_draws_in_eval_mode() -> None:
+    blocks = nn.Sequential(*(pre_norm() for _ in range(8)))
+    model = toy(lambda m, x: m.blocks[: int(torch.randint(1, 9, ()))](x), blocks=blocks)
+    assert len({len(plan(model, stochastic_depth(), example_input=X).sites) for _ in range(9)}) == 1
 
 
 def test_branches_inside_another_are_named() -> None:

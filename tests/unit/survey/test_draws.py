@@ -69,8 +69,7 @@ def test_a_choice_between_equal_numbers_is_found_though_other_weights_would_deci
     router = nn.Linear(8, 4)
     nn.init.zeros_(router.weight), nn.init.zeros_(router.bias)
     model = nn.Sequential(nn.Linear(8, 8), toy(choose, router=router))
-    found = find_draws(model, X, True)
-    assert [line.function for line in found] == ["exponential"]
+    assert [line.function for line in find_draws(model, X, True)] == ["exponential"]
 
 
 def test_draws_of_modules_are_named_at_the_line_that_calls_them() -> None:

@@ -64,12 +64,10 @@ def test_hooks_of_other_code_get_values_or_are_not_called() -> None:
     kept: list[Any] = []
     model = nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
     assert survey(model, X).is_fake, "the hooks of PyTorch compute weights, and need no values"
-    handles = [
-        model[0].register_forward_hook(lambda module, args, output: kept.append(output)),
-        model[1].register_forward_hook(functools.partial(lambda *call: kept.append(float(call[-1].mean())))),
-        nn.modules.module.register_module_forward_hook(lambda module, args, output: kept.append(output)),
-    ]
-    for handle in handles:
+    keep = lambda module, args, output: kept.append(output)
+    partial = functools.partial(lambda *call: kept.append(float(call[-1].mean())))
+    own = [one.register_forward_hook(hook) for one, hook in zip(model, (keep, partial), strict=True)]
+    for handle in [*own, nn.modules.module.register_module_forward_hook(keep)]:
         with handle:
             assert not survey(model, X).is_fake
         assert kept.pop() is not None
@@ -114,10 +112,9 @@ def test_nothing_that_a_forward_creates_stays() -> None:
 
     model = Creates()
     before = list(model.state_dict())
-    plan(model, stochastic_depth(p=0.5), p_scale="equal", example_input=X)
+    inject(nn.Sequential(nn.Linear(8, 8), model), stochastic_depth(p=0.5), p_scale="equal", example_input=X)
     assert list(model.state_dict()) == before
-    assert not model.cache
-    assert not model.counts
+    assert (model.cache, model.counts) == ({}, {})
     assert not isinstance(model(X), FakeTensor)
 
 
@@ -176,7 +173,7 @@ class Caching(Block):
 
 def test_no_fake_tensor_stays_in_objects_and_globals() -> None:
     model = Caching()
-    plan(model, stochastic_depth(p=0.5), p_scale="equal", example_input=X)
+    inject(nn.Sequential(nn.Linear(8, 8), model), stochastic_depth(p=0.5), p_scale="equal", example_input=X).remove()
     assert type(model(X)) is Tensor
     tables = (SHARED.by_size, MASKS, Caching.of_class)
     kept = [MEMO[8][1], OUTSIDE.mask, SHARED.mask, SHARED.inner.mask, *(table[8] for table in tables)]

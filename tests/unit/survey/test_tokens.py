@@ -174,8 +174,7 @@ def test_rows_of_samples(before: Form, expected: Samples, at: str, batch: int, f
 )
 def test_rows_of_unknown_samples(before: Form, reason: str) -> None:
     model = around(before)
-    facts = survey(model, torch.zeros(2, 8, 6))
-    assert reason in str(facts.samples("layer"))
+    assert reason in str(survey(model, torch.zeros(2, 8, 6)).samples("layer"))
 
 
 def attention(batch_first: bool = False, zero: bool = False) -> nn.Module:
