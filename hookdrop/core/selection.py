@@ -401,7 +401,7 @@ def _suggestion(everything: list[Layer], text: str) -> str:
     # More segments before the text, then where it has a dot or a `*`, which does not match a dot.
     gaps = [(text[: gap.start()], text[gap.end() :]) for gap in re.finditer(r"[.*]+", text)]
     longer = [f"{before}{between}{after}".strip(".") for between in (".*.", ".**.") for before, after in gaps]
-    for pattern in (p for each in (text, *longer) for p in (each, f"**.{each}")):
+    for pattern in (p for each in (text, text.rstrip(".*"), *longer) for p in (each, f"**.{each}")):
         if count := matched(pattern):
             return f"did you mean: {pattern!r} ({counted(count, 'module')})"
     if count := sum(type(layer.module).__name__ == text.rpartition(".")[2] for layer in everything):

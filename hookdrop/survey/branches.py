@@ -92,7 +92,7 @@ def _hiding(trace: Trace) -> list[str]:
 
 
 def _without_long_skips(trace: Trace, everything: list[Residual]) -> list[Residual]:
-    """Leave out skips around several blocks, and blocks inside a branch, such as the attention of a gate."""
+    """Leave out skips around several blocks, towers beside them, and blocks inside a branch, such as that of a gate."""
     residuals = [one for one in everything if one.ends and not _returns_from_below(trace, one)]
     # What a decoder adds to the queries of an attention, whose stream goes on without it: positions, older than that.
     positions = {
@@ -103,21 +103,27 @@ def _without_long_skips(trace: Trace, everything: list[Residual]) -> list[Residu
     }
     residuals = [one for one in residuals if one not in positions]
     left_out: set[Residual] = set()
+    layers = trace.repeated(map(_home_name, everything))
     for outer in everything:
         since, home = outer.root.index, _home_name(outer)
         inside = [one for one in residuals if one.output in outer.before and one.root.index >= since]
         inner = [one for one in inside if _home_name(one) != home]
-        homes = {_home_name(one) for one in inner}
-        outermost = [name for name in homes if not any(f"{name}.".startswith(f"{one}.") for one in homes - {name})]
+        beside = {_home_name(one) for one in residuals if one.output in outer.passed} - {home}
         # In the same forward, a sum without weights of parts of a branch, such as a token shift.
         own = [
             one
             for one in inside
             if one.root in outer.before - {outer.root} and not have_weights(one.before - {one.root})
         ]
-        left_out.update([outer] if len(outermost) > 1 else inner * (outer in residuals))
+        is_long = _are_several({*map(_home_name, inner)}) or (home not in layers and _are_several(beside))
+        left_out.update([outer] if is_long else inner * (outer in residuals))
         left_out.update(one for one in own if one not in inner)
     return [one for one in residuals if one not in left_out]
+
+
+def _are_several(names: set[str]) -> bool:
+    """Whether none of the modules with these names contains all others."""
+    return len([name for name in names if not any(f"{name}.".startswith(f"{one}.") for one in names - {name})]) > 1
 
 
 def _returns_from_below(trace: Trace, residual: Residual) -> bool:

@@ -35,6 +35,8 @@ class Residual:
     """What is computed for the branch alone."""
     before: set[Node] = field(default_factory=set)
     """What lies between the root and the branch, with both."""
+    passed: set[Node] = field(default_factory=set)
+    """The tensors of the stream between the root and the addition: the skip, and what it is a sum with."""
     is_projection: bool = False
     """Whether the skip is computed from the root by layers."""
     has_shared_end: bool = False
@@ -115,7 +117,7 @@ class _Search:
             return False
         if residual.op.name != "add" and not have_weights(residual.before - {root}):
             return False  # a difference from a moving average
-        residual.root = root
+        residual.root, residual.passed = root, {*roots[: roots.index(root)]}
         if root in residual.before:
             if (first := self._first_of_two(residual)) is None:
                 return True

@@ -347,6 +347,7 @@ def test_expressions_must_match_the_whole_name(model: Small) -> None:
 @pytest.mark.parametrize(
     ("entry", "hint"),
     [
+        ("layer1.0.bn1.**", "did you mean: 'layer1.0.bn1' (1 module)"),
         ("layer5", "did you mean: 'layer2', 'layer1'"),
         ("layer1.0.bn3", "did you mean: 'layer1.0.bn2', 'layer1.0.bn1'"),
         ("nn.BatchNorm2d", "the class nn.BatchNorm2d itself, not its name as a string (8 modules)"),

@@ -245,15 +245,16 @@ CONDITIONED = two_sums(lambda part, x: (h := part(x) + part(x[:, :1])).tanh() * 
 OTHER_SUMS: dict[str, tuple[Form, str]] = {
     **{form.__name__: (form, "parts.#.f parts.#.g") for form in (exits, elmo, straight_through, first_input)},
     "a part": (lambda m, x: stacked(m, m.heads[0](x) + m.heads[2](m.heads[1](x[:, :1]).relu())), "parts.#.f parts.#.g"),
+    "two towers": (lambda m, x: m.heads[0](x) + stacked(m, x), "parts.#.f parts.#.g"),
+    "the other tower last": (lambda m, x: stacked(m, x) + m.heads[0](x), "parts.#.f parts.#.g"),
     "WaveNet": (WAVENET, "residuals.#"),
     "conditioned WaveNet": (CONDITIONED, "residuals.#"),
     "backcasts of N-BEATS": (two_sums(lambda part, x: part(x).relu(), lambda x, y: x - y), "residuals.#"),
 }
 
 
-@pytest.mark.parametrize("name", OTHER_SUMS)
-def test_heads_whose_outputs_are_summed_are_no_branches(name: str) -> None:
-    form, ends = OTHER_SUMS[name]
+@pytest.mark.parametrize(("form", "ends"), OTHER_SUMS.values(), ids=OTHER_SUMS)
+def test_heads_whose_outputs_are_summed_are_no_branches(form: Form, ends: str) -> None:
     linear = lambda: nn.ModuleList(nn.Linear(C, C) for _ in range(4))
     parts = linear() if ends == "residuals.#" else nn.ModuleList(pre_norm() for _ in range(4))
     found = branches(toy(form, parts=parts, heads=linear(), residuals=linear()))
@@ -268,12 +269,10 @@ def test_two_streams_that_pass_through_the_layers_together(through: Callable[[An
         return through((a, b + m.g(m.q(a))))
 
     def forward(m: Any, x: Tensor) -> Tensor:
-        pair = through(x.chunk(2, 1))
-        for part in m.parts:
-            pair = part(pair)
+        pair = m.parts(through(x.chunk(2, 1)))
         return torch.cat([*(pair.values() if isinstance(pair, dict) else pair)], 1)
 
-    model = toy(forward, parts=nn.ModuleList(block(reversible) for _ in range(4)))
+    model = toy(forward, parts=nn.Sequential(*(block(reversible) for _ in range(4))))
     assert {one.end for one in branches(model)} == {f"parts.{i}.{end}" for i in range(4) for end in "fg"}
     assert all("several tensors" in reason for reason in survey(model, X).skippable.values())
 
