@@ -112,7 +112,14 @@ def find_skippable(trace: Trace, residuals: list[Residual], branches: Collection
     sums = {residual.output: residual for residual in residuals}
     around = [branch.layer for branch in branches if branch.layer != branch.end]
     names = _around_parts(trace, dict.fromkeys(around or [branch.layer for branch in branches]))
-    return {name: next(filter(None, [_reason(call, sums) for call in trace.calls_of[name]]), "") for name in names}
+    known = tuple(f"{name}." for name in names)
+    alone = [branch.end for branch in branches if around and not f"{branch.end}.".startswith(known)]
+    stacked = tuple(f"{name}." for name in trace.repeated(alone))  # not a single one, such as that of positions
+    found = {name: next(filter(None, [_reason(call, sums) for call in trace.calls_of[name]]), "") for name in names}
+    return found | {name: _ALONE for name in alone if f"{name}.".startswith(stacked)}
+
+
+_ALONE = "the layer around this residual branch was not found"
 
 
 def _around_parts(trace: Trace, names: Collection[str]) -> list[str]:

@@ -603,6 +603,9 @@ inject(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), recipes.stochastic_depth(),
 # stochastic_depth of a sum of two towers
 towers = toy(lambda m, x: m.wide(x) + m.deep(x), wide=nn.Linear(8, 2), deep=mlp())
 inject(towers, recipes.stochastic_depth(), example_input=torch.randn(2, 8))
+# layer_drop of a model that adds further branches in a loop
+loop = toy(lambda m, x: (y := x + m.all[0](x)) + m.all[1](y), all=nn.Sequential(*map(nn.Linear, (8, 8), (8, 8))))
+inject(nn.Sequential(toy(lambda m, x: x + m.fc(x), fc=nn.Linear(8, 8)), loop), recipes.layer_drop(), example_input=torch.randn(2, 8))
 # a recipe for branches that end with a function
 branches = (toy(lambda m, x: x + m.fc(x).relu(), fc=nn.Linear(8, 8)) for _ in range(2))
 inject(nn.Sequential(*branches), recipes.stochastic_depth(), example_input=torch.randn(2, 8))

@@ -45,15 +45,13 @@ def windows(m: Any, x: Tensor) -> Tensor:
 
 def several_outputs(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     y, weights = m.attention(m.p(x))
-    x = x + y
-    return x + m.g(m.q(x)), weights
+    return (x := x + y) + m.g(m.q(x)), weights
 
 
 def coupled(m: Any, x: Tensor) -> Tensor:
     """RevNet."""
     a, b = x.chunk(2, 1)
-    a = a + m.f(m.p(b))
-    return torch.cat([a, b + m.g(m.q(a))], 1)
+    return torch.cat([a := a + m.f(m.p(b)), b + m.g(m.q(a))], 1)
 
 
 def added_to_rows(m: Any, x: Tensor) -> Tensor:
@@ -265,8 +263,7 @@ def test_heads_whose_outputs_are_summed_are_no_branches(form: Form, ends: str) -
 def test_two_streams_that_pass_through_the_layers_together(through: Callable[[Any], Any]) -> None:
     def reversible(m: Any, pair: Any) -> Any:
         a, b = pair.values() if isinstance(pair, dict) else pair
-        a = a + m.f(m.p(b))
-        return through((a, b + m.g(m.q(a))))
+        return through((a := a + m.f(m.p(b)), b + m.g(m.q(a))))
 
     def forward(m: Any, x: Tensor) -> Tensor:
         pair = m.parts(through(x.chunk(2, 1)))
@@ -362,8 +359,7 @@ def test_layers_are_the_innermost_repeated_blocks() -> None:
     """Neither an encoder that adds positions, nor the two parts of a layer, are layers themselves."""
     positions = toy(lambda m, x: stacked(m, x + m.f(x)), f=nn.Linear(C, C), parts=stack(pre_norm).parts)
     model = nn.Sequential(nn.Linear(C, C), positions, nn.Linear(C, C))
-    skippable = survey(model, X).skippable
-    assert [name for name, reason in skippable.items() if not reason] == [f"1.parts.{i}" for i in range(3)]
+    assert [name for name, why in survey(model, X).skippable.items() if not why] == [f"1.parts.{i}" for i in range(3)]
 
     def sub(*widths: int) -> nn.Module:
         return toy(lambda m, x: x + m.body(x), body=nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths))))
@@ -468,13 +464,14 @@ def test_a_layer_can_be_skipped_if_it_returns_its_input_without_its_branch(name:
 
 def test_skippable_layers() -> None:
     normed = [toy(lambda m, x: m.n(x + m.conv(x)), conv=nn.Conv2d(C, C, 3, 1, 1), n=nn.BatchNorm2d(C)) for _ in "ab"]
-    found = survey(nn.Sequential(*normed), torch.randn(2, C, 4, 4)).skippable
-    assert all("does not return it" in reason for reason in found.values())
-    found = survey(stack(lambda: block(FORMS["post-norm"])), X).skippable
-    assert dict(found) == dict.fromkeys(["parts.0", "parts.1", "parts.2"], "")
-    found = survey(nn.Sequential(conv(first=True), conv()), torch.randn(2, 3, 8, 8)).skippable
-    assert "changes the shape" in found["0"]
-    assert "not its first input" in found["1"]
+    reasons = survey(nn.Sequential(*normed), torch.randn(2, C, 4, 4)).skippable.values()
+    assert all("does not return it" in why for why in reasons)
+    assert survey(stack(lambda: block(FORMS["post-norm"])), X).skippable == {f"parts.{i}": "" for i in range(3)}
+    first, second = survey(nn.Sequential(conv(first=True), conv()), torch.randn(2, 3, 8, 8)).skippable.values()
+    assert ("changes the shape" in first, "not its first input" in second) == (True, True)
+    loop = toy(lambda m, x: (y := x + m.all[0](x)) + m.all[1](y), all=nn.ModuleList(nn.Linear(C, C) for _ in "ab"))
+    found = survey(nn.Sequential(pre_norm(), loop), X).skippable
+    assert found == {"0": "", **{f"1.all.{i}": "the layer around this residual branch was not found" for i in range(2)}}
 
 
 def test_other_additions_are_not_residual() -> None:
