@@ -169,7 +169,7 @@ class layer_drop(Recipe):
         return [RecipeSite(name, LayerDrop(self.p, self.mode)) for name in names]
 
     def warnings(self, model: nn.Module, survey: Survey, sites: Sequence[RecipeSite]) -> Sequence[str]:
-        reasons = [(reason, name) for name, reason in survey.skippable.items()]
+        reasons = [(reason, name or "the model") for name, reason in survey.skippable.items()]
         return _skipped_warnings(survey, {*survey.skippable}, reasons)
 
 

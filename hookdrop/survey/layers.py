@@ -116,10 +116,11 @@ def find_skippable(trace: Trace, residuals: list[Residual], branches: Collection
     alone = [branch.end for branch in branches if around and not f"{branch.end}.".startswith(known)]
     stacked = tuple(f"{name}." for name in trace.repeated(alone))  # not a single one, such as that of positions
     found = {name: next(filter(None, [_reason(call, sums) for call in trace.calls_of[name]]), "") for name in names}
-    return found | {name: _ALONE for name in alone if f"{name}.".startswith(stacked)}
+    outer = [trace.calls_of[name][0].parent for name in alone if f"{name}.".startswith(stacked)]
+    return found | {call.name: _LOOP for call in outer if call is not None}
 
 
-_ALONE = "the layer around this residual branch was not found"
+_LOOP = "it adds the branches of several layers, which are no modules of their own"
 
 
 def _around_parts(trace: Trace, names: Collection[str]) -> list[str]:
