@@ -45,7 +45,7 @@ from hookdrop.core.tensor_tree import (
     map_tensors,
     tensors,
 )
-from hookdrop.core.torch_internals import fake_tensors, storage_of, version_of
+from hookdrop.core.torch_internals import dispatch_modes, fake_tensors, storage_of, version_of
 from hookdrop.survey.isolation import Training, call, hooked, other_hooks, restored_after, restored_objects, set_modes
 
 
@@ -307,6 +307,7 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
         set_modes(model, training)
         if fake:
             recorder.fake_mode = stack.enter_context(fake_tensors())
+            recorder.modes = dispatch_modes()
             example = map_tensors(example, recorder.fake_mode.from_tensor)
         stored, given = stack.enter_context(restored_objects(model, example)), _places(example)
         recorder.trace.inputs = [recorder.new(tensor, leaf="input") for tensor in tensors(example)]
@@ -333,6 +334,7 @@ class _Recorder(TorchFunctionMode):
         self.versions: dict[Node, int] = {}
         self.stack: list[Call] = []
         self.fake_mode: Any = None
+        self.modes = 0
         layers = list(named_layers(model))
         known = {layer.name for layer in layers}  # a shared module has its first name
         for layer in layers:
@@ -375,6 +377,8 @@ class _Recorder(TorchFunctionMode):
         return map_leaves(value, plain)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if dispatch_modes() < self.modes:  # what computes the shape of an operation that hidden code has called
+            return function(*args, **kwargs or {})
         given: dict[int, Tensor] = {}
         plain_args, plain_kwargs = map_tensors((args, kwargs or {}), lambda x: self._node(given.setdefault(id(x), x)))
         inputs = [self.nodes[tensor] for tensor in given.values()]

@@ -19,6 +19,7 @@ from tests.support.models import toy
 C = 8
 X = torch.randn(2, 6, C)
 Form = Callable[[Any, Tensor], Any]
+TRACED: Any = torch.jit.trace(lambda x: x * x.clamp(0, 6) / 6, X)
 
 
 def block(form: Form) -> nn.Module:
@@ -26,7 +27,7 @@ def block(form: Form) -> nn.Module:
     f, g = nn.Linear(C, C), nn.Sequential(nn.Linear(C, 2 * C), nn.GELU(), nn.Linear(2 * C, C))
     gain, positions = nn.Parameter(torch.full((C,), 0.1)), nn.Parameter(torch.randn(6, C))
     norms = {"p": nn.LayerNorm(C), "q": nn.LayerNorm(C)}
-    functions = {"drop": nn.Dropout(0.1), "shift": nn.ZeroPad2d((0, 0, 1, -1))}
+    functions = {"drop": nn.Dropout(0.1), "shift": nn.ZeroPad2d((0, 0, 1, -1)), "act": toy(lambda m, x: TRACED(x))}
     return toy(form, **norms, f=f, g=g, gain=gain, positions=positions, **functions)
 
 
@@ -80,6 +81,7 @@ FORMS: dict[str, Form] = {
     "a stack": lambda m, x: torch.addcmul(y := torch.stack([x, m.f(m.p(x))]).sum(0), m.gain, m.g(m.q(y))),
     "an overload": lambda m, x: torch.ops.aten.sub.Tensor(y := torch.ops.aten.add.Tensor(x, m.f(m.p(x))), m.g(m.q(y))),
     "token shift": lambda m, x: (y := x + m.f(shifted(m, m.p(x)))) + m.g(shifted(m, m.q(y))),
+    "hidden code": lambda m, x: (y := x + m.f(m.act(m.p(x)))) + m.g(m.act(m.q(y))),
     "coupled": coupled,
     "positions of queries, as DETR": lambda m, x: (y := x + m.f(m.p(x) + m.positions)) + m.g(m.q(y) + m.positions),
 }
@@ -154,14 +156,12 @@ def test_ends_of_branches_without_which_a_block_returns_its_skip(name: str) -> N
 def test_layers_of_a_flat_model() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         for mixer, mlp in zip(m.mixers, m.mlps, strict=True):
-            x = x + mixer(x)
-            x = x + mlp(x)
+            x = (y := x + mixer(x)) + mlp(y)
         return x
 
     layers = {name: nn.ModuleList([nn.Linear(C, C) for _ in range(2)]) for name in ("mixers", "mlps")}
     found = branches(toy(forward, **layers))
-    assert [branch.end for branch in found] == ["mixers.0", "mlps.0", "mixers.1", "mlps.1"]
-    assert [branch.layer for branch in found] == [branch.end for branch in found]
+    assert [(one.layer, one.end) for one in found] == [(f"{kind}.{i}",) * 2 for i in (0, 1) for kind in layers]
 
 
 def conv(stride: int = 1, first: bool = False) -> nn.Module:
