@@ -314,7 +314,7 @@ def test_a_single_sum_around_all_layers_is_named_as_of_two_towers_or_the_error_o
     assert not plan(nn.Sequential(nn.Linear(C, C), model), stochastic_depth(), example_input=X).warnings
 
 
-def test_plan_and_inject_agree_on_a_model_that_draws_in_eval_mode() -> None:
+def test_a_model_that_draws_in_eval_mode_has_the_same_plan_each_time() -> None:
     blocks = nn.Sequential(*(pre_norm() for _ in range(8)))
     model = toy(lambda m, x: m.blocks[: int(torch.randint(1, 9, ()))](x), blocks=blocks)
     assert len({len(plan(model, stochastic_depth(), example_input=X).sites) for _ in range(9)}) == 1
