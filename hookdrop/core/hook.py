@@ -96,8 +96,7 @@ class SiteHook(PlacedHook, RateSink):
     # --- a call
 
     def __call__(self, module: nn.Module, args: Any, *rest: Any) -> Any:
-        # PyTorch calls a hook with (args, kwargs), (args, output) or (args, kwargs, output). If another library
-        # re-registered it, the kwargs may be missing.
+        # PyTorch passes (args, kwargs), (args, output) or (args, kwargs, output), other code perhaps no kwargs.
         after = self.at == "output"
         first = rest[-1] if after else args and args[0]
         if not isinstance(first, Tensor) and compiling.is_symbolic(first if after else (args, rest)):

@@ -247,8 +247,7 @@ def check_picklable(value: object, what: str) -> None:
 
 
 def _regularizer(given: object) -> Regularizer:
-    # Copied so that changes to the original do not affect a plan. Each hook gets its own copy later. `as_regularizer`
-    # checked that it can be pickled, and a deep copy takes ten times as long.
+    # A copy, so that changes of the original do not affect a plan. A deep copy takes ten times as long.
     copied: Regularizer = pickle.loads(pickle.dumps(as_regularizer(given)))
     return copied
 

@@ -23,6 +23,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils import _python_dispatch
 
 _C: Any = torch._C
 _jit: Any = torch.jit
@@ -105,6 +106,7 @@ def fake_tensors() -> Iterator[Any]:
 
 
 dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack  # how many: fake tensors, tracing, profiling, ...
+without_dispatch_mode: Callable[[], Any] = _python_dispatch._pop_mode_temporarily  # takes the innermost off the stack
 is_tracing: Callable[[], bool] = _jit.is_tracing  # whether `torch.jit.trace` is recording; public, but untyped
 functorch_stack: Callable[[], Any] = _C._functorch.peek_interpreter_stack  # the innermost transform, or None
 forward_ad_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")  # -1 if it is not active

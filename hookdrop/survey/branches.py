@@ -79,7 +79,7 @@ def find_gaps(trace: Trace, everything: list[Residual]) -> tuple[Mapping[str, st
 
 _ENDLESS = "end the branch with a module, then add: self.act = nn.ReLU(); x + self.act(self.conv(x))"
 _COMPLEX = "a residual branch there adds complex numbers, which no regularizer drops."
-_HIDDEN = "code whose operations are hidden, such as torch.jit, gets what a layer there returns."
+_HIDDEN = "code whose operations are hidden, such as torch.func.vmap, gets what a layer there returns."
 
 
 def _hiding(trace: Trace) -> list[str]:

@@ -129,7 +129,10 @@ def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True, skippe
             if not drops_if_drawn(rate):  # it chooses otherwise, such as teacher forcing
                 del own[rate]
     rates = [*known_drop_rates(model), *(rate for _, own in drops for rate in own if rate.constant is None)]
-    out_of_reach = {"the example does not run": found.unused, "torch.jit hides what they do": found.hidden}
+    out_of_reach = {
+        "the example does not run": found.unused,
+        "code of torch.jit drops": dict.fromkeys(found.hidden),
+    }
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return DropRates(
         tuple(sorted(dict.fromkeys(rates), key=lambda rate: order[rate.layer])),
@@ -294,7 +297,7 @@ class Arrivals:
         self.unused: list[str] = []
         """The outermost parts that the forward did not run."""
         self.hidden: list[str] = []
-        """The outermost parts whose operations `torch.jit` hides."""
+        """The modules that run drops of hidden code at rates that are in it."""
         self._modules = dict(model.named_modules())
         self._sources, self._complements = sources, {1 - value: source for value, source in sources.items()}
         self.scales = {*self._complements, *(1 / kept for kept in self._complements)}
@@ -334,7 +337,7 @@ class Arrivals:
                 parent = parent.rpartition(".")[0]
             is_part = has_forward(module) and any(module.children())
             if is_part and name not in trace.calls_of and parent in trace.calls_of:
-                (self.hidden if isinstance(module, torch.jit.ScriptModule) else self.unused).append(name)
+                self.unused += [name] * (not isinstance(module, torch.jit.ScriptModule))
 
     def _at_drop(self, op: Op, rate: Any) -> None:
         """A function that drops with probability `rate`."""
@@ -350,6 +353,8 @@ class Arrivals:
         """
         direct, complement = self._source(number, self._sources), self._source(number, self._complements)
         source, is_direct = direct or complement, direct is not None
+        if source is None and op.is_hidden and op.call:
+            self.hidden.append(op.call.name)
         if source is None or (keeps is is_direct or (keeps is None and is_direct and source[1] >= 0.5)):
             return  # no number of the model, or it may be the probability to keep
         if user is None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hookdrop.core.tensor_tree import map_leaves
 from hookdrop.survey.ops import CONVS, FUSED_ATTENTION, HIDDEN_ATTENTION, PRODUCTS, RECURRENT, SHOWN_ATTENTION, SOFTMAX
-from hookdrop.survey.replay import CPU, HiddenOperationError, replay
+from hookdrop.survey.replay import CPU, replay
 from hookdrop.survey.residuals import has_weights
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
@@ -134,7 +134,7 @@ def _home(trace: Trace, core: Op, softmax: Op) -> str:
 
 def _scores_of(trace: Trace, name: str, own: dict[Op, bool | str]) -> Scores | str:
     """Return the scores of a module, given which of its softmaxes weigh positions."""
-    counted = [op for op in trace.ops if op.name in {*SOFTMAX, FUSED_ATTENTION, SHOWN_ATTENTION}]
+    counted = [op for op in trace.ops if op.name in {*SOFTMAX, FUSED_ATTENTION, SHOWN_ATTENTION} and not op.is_hidden]
     calls, *others = {tuple(own.get(op) is True for op in counted if call.start < op.index < call.end)
                       for call in trace.calls_of[name]}  # fmt: skip
     unclear = [one for one in own.values() if isinstance(one, str)] + ["its calls differ"] * bool(others)
@@ -167,6 +167,8 @@ def _weighs_positions(trace: Trace, core: Op, softmax: Op, mixing: set[Op], cach
     parts of what the last such layer gets if the keys are positions, and on the same if they are features or experts.
     What mixes positions hides this: other attention and recurrence.
     """
+    if softmax.is_hidden:
+        return "its softmax is inside code that no hook sees, such as that of torch.jit"
     if softmax.name == SHOWN_ATTENTION:  # it applies the weights itself
         return True
     if core.name == "sum":
@@ -377,10 +379,7 @@ class _Chain:
 
     def repeat(self, values: Sequence[Tensor]) -> Tensor:
         """Compute the end from other values of the starts."""
-        try:
-            return replay(self.ops, dict(zip(self.starts, values, strict=True)), self._constant)[self.end]
-        except HiddenOperationError as error:
-            raise _NoHeadsError(f"between attention and it, {error}") from None
+        return replay(self.ops, dict(zip(self.starts, values, strict=True)), self._constant)[self.end]
 
     def _constant(self, node: Node) -> Tensor:
         """Random numbers in place of other tensors, such as gates and the weights of norms, but the true sizes."""

@@ -132,31 +132,37 @@ def restored_objects(model: nn.Module, example: Any = None) -> Iterator[Callable
     """Restore the attributes of all modules and the containers in an example; remove fake tensors stored elsewhere.
 
     Those may be in objects that modules hold, in the globals and closures of the code of a model, and in its caches.
-    Inside, a function returns the tensors that were stored since, in any of these.
+    Inside, a function returns the tensors that were stored since, in any of these. Objects of other packages than the
+    model's are followed one step only, because some, such as an interactive shell, lead to all that there is.
     """
     own = [cls for cls in {cls for module in model.modules() for cls in type(module).__mro__} if _is_foreign(cls)]
+    packages = {_package(cls) for cls in own}
     code = [vars(sys.modules[name]) for name in {cls.__module__ for cls in own} & sys.modules.keys()]
     attributes = [vars(module) for module in model.modules()]
     captured = [_captured(value) for table in (*attributes, *map(vars, own)) for value in table.values()]
-    given = _tables([[example]])
-    tables = _tables([*attributes, *code, *(dict(vars(cls)) for cls in own), *captured, *given])
+    given, first = _tables([[example]]), [*attributes, *code, *(dict(vars(cls)) for cls in own)]
+    held = [found for table in first for value in table.values() if (found := attributes_of(value)) is not None]
+    tables = _tables([*first, *held, *captured, *given], packages)
     saved = [(table, copy.copy(table)) for table in tables if not isinstance(table, tuple)]
     always = {id(one) for table in attributes for one in (table, *table.values())} | {*map(id, given)}
 
     def changed() -> list[tuple[Any, Any]]:
         return [(table, old) for table, old in saved if _identities(table) != _identities(old)]
 
+    def added(table: Any, old: Any) -> list[Any]:
+        known = {*map(id, _values(old))}
+        return [value for value in _values(table) if id(value) not in known]
+
     def stored() -> list[Tensor]:
         known = {id(value) for _, old in saved for value in _values(old)}
-        added = [value for table, _ in changed() for value in _values(table) if id(value) not in known]
-        every = [value for table in _tables([added]) for value in _values(table)]
+        every = [value for one in _tables([added(*pair) for pair in changed()]) for value in _values(one)]
         return [value for value in every if issubclass(type(value), Tensor) and id(value) not in known]
 
     try:
         yield stored
     finally:
         for table, old in changed():
-            if id(table) in always or _has_fake_tensors(table):
+            if id(table) in always or _has_fake_tensors(added(table, old)):
                 table.clear()
                 table.extend(old) if isinstance(table, list | deque) else table.update(old)
         for value in (value for table in (*code, *map(vars, own)) for value in list(table.values())):
@@ -197,8 +203,9 @@ def other_hooks(model: nn.Module) -> list[Any]:
     return [hook for hook in hooks if _package(hook) not in ("torch", "hookdrop")]
 
 
-def _package(function: Any) -> str:
-    inner = function.func if isinstance(function, functools.partial) else function
+def _package(what: Any) -> str:
+    """Return the package that defines a function or a class."""
+    inner = what.func if isinstance(what, functools.partial) else what
     return str(getattr(inner, "__module__", "")).partition(".")[0]
 
 
@@ -211,12 +218,15 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def _is_foreign(cls: type) -> bool:
-    package = cls.__module__.partition(".")[0]
+    package = _package(cls)
     return cls is SimpleNamespace or (package != "torch" and package not in sys.stdlib_module_names)
 
 
-def _tables(roots: Iterable[Any]) -> list[Any]:
-    """Return the containers and the attributes of objects that can be reached from some tables, these included."""
+def _tables(roots: Iterable[Any], packages: Collection[str] | None = None) -> list[Any]:
+    """Return the containers and the attributes of objects that can be reached from some tables, these included.
+
+    `packages` are those whose objects are followed; None is all of other code than PyTorch's and Python's.
+    """
     found: dict[int, Any] = {}
     waiting = [*roots]
     while waiting:
@@ -229,6 +239,8 @@ def _tables(roots: Iterable[Any]) -> list[Any]:
                     waiting.append(value)
                 elif issubclass(kind, nn.Module):  # one that is no part of the model
                     waiting.append(vars(value))
+                elif packages is not None and _package(kind) not in packages:
+                    continue
                 elif (attributes := attributes_of(value)) is not None:
                     waiting.append(attributes)
     return list(found.values())
@@ -242,7 +254,7 @@ def _identities(table: Any) -> list[Any]:
     return [(key, id(value)) for key, value in table.items()] if isinstance(table, dict) else [*map(id, table)]
 
 
-def _has_fake_tensors(table: Any) -> bool:
+def _has_fake_tensors(table: list[Any]) -> bool:
     values = (value for one in _tables([table]) for value in _values(one))
     return any(type(value).__name__ == "FakeTensor" for value in values)
 

@@ -11,14 +11,6 @@ from torch import Tensor
 from hookdrop.core.tensor_tree import map_leaves, tensors
 from hookdrop.survey.trace import Node, Op
 
-
-class HiddenOperationError(Exception):
-    """An operation that cannot be repeated, because code that `torch.jit` compiled hides it."""
-
-    def __str__(self) -> str:
-        return f"what {self.args[0]!r} computes is hidden"
-
-
 _RESHAPES: dict[str, Callable[..., Tensor]] = {"view": Tensor.reshape, "view_as": Tensor.reshape_as}
 CPU = torch.device("cpu")
 
@@ -29,7 +21,7 @@ def replay(
     """Compute operations again, in this order, and return the values of all their tensors, by node, on one device.
 
     It begins with `values`; `other` returns those of tensors that are neither given nor computed, such as weights. What
-    an operation raises is raised, and `HiddenOperationError` for a hidden one.
+    an operation raises is raised.
     """
     known = dict(values)
 
@@ -39,13 +31,11 @@ def replay(
         return device if isinstance(leaf, torch.device) else leaf
 
     for op in ops:
-        if op.function is None:
-            raise HiddenOperationError(op.name)
         if op.is_in_place:  # the values of the caller stay as they are
             known[op.inputs[0]] = value(op.inputs[0]).clone()
         # A view needs the strides of the recorded tensor, which the values need not have.
         is_view = op.name in _RESHAPES and op.outputs[0].dtype == op.inputs[0].dtype
-        function: Callable[..., Any] = _RESHAPES[op.name] if is_view else op.function
+        function = _RESHAPES[op.name] if is_view else op.function
         with device:  # not the default device of the user
             result = function(*map_leaves(op.args, value), **map_leaves(op.kwargs, value))
         made = [known[op.inputs[0]]] if op.is_in_place else tensors(result)

@@ -13,7 +13,8 @@ clock, so the operations of a call are those with `call.start < op.index < call.
 if its index is smaller.
 
 The fused kernels of `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` are switched off, because they hide the
-additions inside them. Code that `torch.jit` compiled is one operation, named "opaque".
+additions inside them. Of code that functions of torch do not show, as `torch.jit` compiled it, the operations are those
+of the dispatcher. A module whose output comes from elsewhere, such as another library, is one, named "opaque".
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookdrop.core.errors import InjectionError
@@ -45,7 +47,13 @@ from hookdrop.core.tensor_tree import (
     map_tensors,
     tensors,
 )
-from hookdrop.core.torch_internals import dispatch_modes, fake_tensors, storage_of, version_of
+from hookdrop.core.torch_internals import (
+    dispatch_modes,
+    fake_tensors,
+    storage_of,
+    version_of,
+    without_dispatch_mode,
+)
 from hookdrop.survey.isolation import Training, call, hooked, other_hooks, restored_after, restored_objects, set_modes
 
 
@@ -94,8 +102,7 @@ class Op:
     index: int
     name: str
     """The name of the function, such as "linear" or "getitem"; "add" for all forms of an addition, as of a product."""
-    function: Callable[..., Any] | None = field(repr=False)
-    """None for code in which operations cannot be seen."""
+    function: Callable[..., Any] = field(repr=False)
     args: tuple[Any, ...] = field(repr=False)
     kwargs: dict[str, Any] = field(repr=False)
     """The arguments, with nodes in place of tensors."""
@@ -106,6 +113,8 @@ class Op:
     outputs: list[Node] = field(default_factory=list)
     is_in_place: bool = False
     """Whether it changes its first input."""
+    is_hidden: bool = False
+    """Whether functions of torch do not show it, so that no hook can change its arguments."""
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
         """Return an argument of the function by its position or its name."""
@@ -307,11 +316,12 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
         set_modes(model, training)
         if fake:
             recorder.fake_mode = stack.enter_context(fake_tensors())
-            recorder.modes = dispatch_modes()
             example = map_tensors(example, recorder.fake_mode.from_tensor)
         stored, given = stack.enter_context(restored_objects(model, example)), _places(example)
         recorder.trace.inputs = [recorder.new(tensor, leaf="input") for tensor in tensors(example)]
         stack.enter_context(hooked(model, recorder.enter, recorder.leave))
+        stack.enter_context(recorder.hidden)
+        recorder.modes = dispatch_modes()
         stack.enter_context(recorder)
         recorder.trace.outputs = nodes_in(recorder.plain(call(unwrapped(model), example)))
         recorder.trace.stored = nodes_in(recorder.plain(stored()))
@@ -323,6 +333,21 @@ def _places(value: Any) -> list[Any]:
     return [(path, id(leaf)) for path, leaf in leaves(value)]
 
 
+def _unseen(*args: Any) -> Any:
+    raise NotImplementedError("no function of torch shows what computes a part of it")
+
+
+class _Hidden(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the operations of code that a `TorchFunctionMode` does not see."""
+
+    def __init__(self, recorded: Callable[..., Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorded = recorded
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorded(function, args, kwargs or {}, is_hidden=True)
+
+
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -332,8 +357,11 @@ class _Recorder(TorchFunctionMode):
         self.writes: dict[int, Node] = {}
         """The last in-place change of each storage."""
         self.versions: dict[Node, int] = {}
+        self.allocated: Any = WeakTensorKeyDictionary()
+        """The memory that hidden code reserves, which code outside of PyTorch may fill."""
         self.stack: list[Call] = []
         self.fake_mode: Any = None
+        self.hidden = _Hidden(self.recorded)
         self.modes = 0
         layers = list(named_layers(model))
         known = {layer.name for layer in layers}  # a shared module has its first name
@@ -360,7 +388,7 @@ class _Recorder(TorchFunctionMode):
         left = self.stack.pop()
         unseen = [tensor for tensor in tensors(output) if tensor not in self.nodes]
         if unseen:  # the module is compiled by torch.jit, or calls code of another library
-            op = self._op("opaque", None, tuple(left.inputs), {}, tuple(left.inputs))
+            op = self._op("opaque", _unseen, tuple(left.inputs), {}, tuple(left.inputs))
             for tensor in unseen:
                 self.new(tensor, op).has_weights |= any(True for _ in module.parameters())
         left.output = self.plain(output)
@@ -377,21 +405,35 @@ class _Recorder(TorchFunctionMode):
         return map_leaves(value, plain)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if dispatch_modes() < self.modes:  # what computes the shape of an operation that hidden code has called
+        if dispatch_modes() < self.modes:  # inside an operation that hidden code has called
             return function(*args, **kwargs or {})
+        with without_dispatch_mode() if dispatch_modes() == self.modes else nullcontext():
+            return self.recorded(function, args, kwargs or {})
+
+    def recorded(self, function: Any, args: Any, kwargs: Any, is_hidden: bool = False) -> Any:
+        """Call a function, and add it to the operations if it computes a tensor."""
         given: dict[int, Tensor] = {}
-        plain_args, plain_kwargs = map_tensors((args, kwargs or {}), lambda x: self._node(given.setdefault(id(x), x)))
+        # The dispatcher counts a change only later.
+        target = args[0] if is_hidden and function.__name__.partition(".")[0].endswith("_") else kwargs.get("out")
+        if isinstance(target, Tensor):
+            self.allocated.pop(target, None)
+        plain_args, plain_kwargs = map_tensors((args, kwargs), lambda x: self._node(given.setdefault(id(x), x)))
         inputs = [self.nodes[tensor] for tensor in given.values()]
         if self.fake_mode is not None and any(map(self.fake_mode.is_our_fake, given.values())):
             # PyTorch caches the shapes that it computes for fake tensors alone, so that equal blocks cost those of one.
             fake, plain = self.fake_mode.from_tensor, (Tensor, nn.Parameter)
-            args, kwargs = map_tensors((args, kwargs or {}), lambda x: fake(x) if type(x) in plain else x)
-        result = function(*args, **kwargs or {})
-        changed = [x for x, node in zip(given.values(), inputs, strict=True) if _version(x) != self.versions[node]]
+            args, kwargs = map_tensors((args, kwargs), lambda x: fake(x) if type(x) in plain else x)
+        result = function(*args, **kwargs)
+        pairs = zip(given.values(), inputs, strict=True)
+        changed = [x for x, node in pairs if x is target or _version(x) != self.versions[node]]
         outputs = {id(x): x for x in (*(x for x in tensors(result) if x not in self.nodes), *changed)}
-        if outputs:
-            op = self._op(_name(function), function, plain_args, plain_kwargs, tuple(inputs))
-            op.is_in_place = bool(changed)
+        if re.search("^new_|_like$|_as$", name := _name(function)):
+            inputs = inputs[:1] if name.endswith("_as") else []
+        if is_hidden and "empty" in name:
+            self.allocated.update(dict.fromkeys(outputs.values()))
+        elif outputs:
+            op = self._op(name, function, plain_args, plain_kwargs, tuple(inputs))
+            op.is_in_place, op.is_hidden = bool(changed), is_hidden
             for tensor in outputs.values():
                 self.new(tensor, op)
             for tensor in changed:
@@ -399,8 +441,6 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _op(self, name: str, function: Any, args: Any, kwargs: Any, inputs: tuple[Node, ...]) -> Op:
-        if re.search("^new_|_like$|_as$", name):
-            inputs = inputs[:1] if name.endswith("_as") else ()
         op = Op(next(self.clock), name, function, args, kwargs, inputs, self.stack[-1] if self.stack else None)
         running = {call.name for call in self.stack}
         for node in inputs:
@@ -413,6 +453,7 @@ class _Recorder(TorchFunctionMode):
     def new(self, tensor: Tensor, op: Op | None = None, leaf: str = "") -> Node:
         """Return a node for the present value of a tensor, which an operation computed, or which is a leaf."""
         node = Node(next(self.clock), tensor, op, leaf)
+        self.allocated.pop(tensor, None)
         # Before the tensor gets the node, because an active mode sees that its version is read, and calls `_node`.
         self.versions[node] = _version(tensor)
         self.nodes[tensor] = node
@@ -422,12 +463,20 @@ class _Recorder(TorchFunctionMode):
 
     def _node(self, tensor: Tensor) -> Node:
         if tensor not in self.nodes:
-            return self.new(tensor, leaf="constant")
+            unread = self._unread() if tensor in self.allocated else ()
+            return self.new(tensor, self._op("opaque", _unseen, unread, {}, unread) if unread else None, "constant")
         node: Node = self.nodes[tensor]
         if self.versions[node] != _version(tensor):  # changed through another tensor that shares its memory
             inputs = tuple(dict.fromkeys((node, self.writes.get(storage_of(tensor), node))))
-            node = self.new(tensor, self._op("alias", None, inputs, {}, inputs))
+            node = self.new(tensor, self._op("alias", _unseen, inputs, {}, inputs))
         return node
+
+    def _unread(self) -> tuple[Node, ...]:
+        """Return the tensors of the running module that no operation has read yet."""
+        call = self.stack[-1] if self.stack else None
+        ops = list(itertools.takewhile(lambda op: call is None or op.index > call.start, reversed(self.trace.ops)))
+        made = dict.fromkeys([*(call.inputs if call else ()), *(node for op in reversed(ops) for node in op.outputs)])
+        return tuple(made.keys() - {node for op in ops for node in op.inputs})
 
 
 def _name(function: Any) -> str:

@@ -53,6 +53,12 @@ def inside(context: AbstractContextManager[Any], look: Callable[[], Any]) -> Any
         return look()
 
 
+def hides_operations(context: AbstractContextManager[Any]) -> bool:
+    with (mode := Operations()), context:
+        torch.ones(2).neg()
+    return not [name for name in mode.names if "neg" in name]
+
+
 def inside_a_call(look: Callable[[], Any], run: Callable[[Callable[[Tensor], Tensor]], object]) -> Any:
     """Return what `look` returns in the call of a function that `run` runs, with a sum as its result."""
     found: list[Any] = []
@@ -129,10 +135,9 @@ CANARIES: dict[str, Callable[[], object]] = {
     # Without it, native loops bypass fake tensors, FLOP counters and traces of `make_fx`.
     "dispatch_modes": lambda: (internals.dispatch_modes(), inside(Operations(), internals.dispatch_modes)) == (0, 1),
     # Without it, rates set under a fake-tensor mode are fake, and selective checkpoints record RNG states.
-    "without_dispatch_modes": lambda: (
-        inside(mode := Operations(), lambda: inside(internals.without_dispatch_modes(), torch.ones(2).neg)) is not None
-        and not [name for name in mode.names if "neg" in name]
-    ),
+    "without_dispatch_modes": lambda: hides_operations(internals.without_dispatch_modes()),
+    # Without it, the survey records the operations inside those that it sees.
+    "without_dispatch_mode": lambda: hides_operations(internals.without_dispatch_mode()),
     # Without it, `torch.jit.trace` silently records a fixed mask.
     "is_tracing": lambda: (
         not internals.is_tracing()

@@ -1,7 +1,6 @@
 """`predict`: Monte Carlo statistics of a model with active hooks, for a batch or a loader; `samples`: sample by sample."""
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -193,11 +192,6 @@ class TestOutput:
         for function in (Tensor.sum, lambda x: x.argmax(-1)):  # without rows, or without floating-point numbers
             with pytest.raises(hookdrop.ShapeError):
                 self.predict(function)
-
-    def test_prediction_prints_its_averages(self) -> None:
-        text = r"<Prediction \(4, 8\) from 4 samples; on average: std [\d.]+, entropy [\d.]+, mutual information .*>"
-        assert re.fullmatch(text, repr(self.predict(halve)))
-        assert "entropy" not in repr(self.predict(halve, activation=None))
 
 
 class FixedMasks(hookdrop.Regularizer):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 import hookdrop
-from hookdrop import Dropout, GaussianNoise, HookdropError, LayerError, LinearSchedule, ShapeError, find, inject
+from hookdrop import Dropout, HookdropError, LayerError, LinearSchedule, ShapeError, find, inject
 from hookdrop.measure import figures
 from hookdrop.measure.figures import as_images
 from hookdrop.observe import CamComparison, compare_cam, grad_cam, plot_schedule
@@ -125,12 +125,6 @@ class TestSchedules:
         assert list(axes.lines[2].get_xdata()) == [5, 5]
         assert axes.get_ylabel() == "p"
         assert [child.get_ylabel() for child in axes.child_axes] == ["keep_prob = 1 - p"]
-
-    def test_noise_plot_has_no_keep_prob_axis(self) -> None:
-        axes = plot_schedule(inject(model := nn.Sequential(nn.Identity()), GaussianNoise(0.4), layers="0"), 5).axes[0]
-        assert (axes.get_ylabel(), axes.child_axes, len(model)) == ("rate", [], 1)
-        with pytest.raises(ValueError):
-            plot_schedule(hookdrop.ConstantSchedule(), 0)
 
 
 class TestClassActivationMaps:
@@ -346,10 +340,3 @@ class TestCompareCam:
         assert torch.equal(result.after, grad_cam(after, images, "layer2", predicted))
         assert before.training
         assert after.training
-
-    def test_width_is_the_fraction_above_half(self, model: Small, images: torch.Tensor) -> None:
-        result = compare_cam(model, model, images, "layer2", 1)
-        assert torch.equal(result.wide_before, result.wide_after)
-        assert result.wide_after[2] == (result.after[2] > 0.5).sum() / 256
-        result.after = torch.ones(4, 16, 16)
-        assert repr(result).endswith(" above half before, 100.0% after>")

@@ -20,6 +20,16 @@ C = 8
 X = torch.randn(2, 6, C)
 Form = Callable[[Any, Tensor], Any]
 TRACED: Any = torch.jit.trace(lambda x: x * x.clamp(0, 6) / 6, X)
+SUM: Any = torch.jit.trace(lambda x, y: x + y, (X, X))
+EMPTY: Any = torch.jit.trace(torch.empty_like, X, check_trace=False)
+
+
+def kernel(x: Tensor) -> Tensor:
+    """A function of another library, which PyTorch only gives memory."""
+    out = EMPTY(x)
+    with torch._C.DisableTorchFunction():
+        out.detach().numpy()[:] = x.detach().numpy()
+    return out
 
 
 def block(form: Form) -> nn.Module:
@@ -27,7 +37,7 @@ def block(form: Form) -> nn.Module:
     f, g = nn.Linear(C, C), nn.Sequential(nn.Linear(C, 2 * C), nn.GELU(), nn.Linear(2 * C, C))
     gain, positions = nn.Parameter(torch.full((C,), 0.1)), nn.Parameter(torch.randn(6, C))
     norms = {"p": nn.LayerNorm(C), "q": nn.LayerNorm(C)}
-    functions = {"drop": nn.Dropout(0.1), "shift": nn.ZeroPad2d((0, 0, 1, -1)), "act": toy(lambda m, x: TRACED(x))}
+    functions = {"drop": nn.Dropout(0.1), "shift": nn.ZeroPad2d((0, 0, 1, -1))}
     return toy(form, **norms, f=f, g=g, gain=gain, positions=positions, **functions)
 
 
@@ -81,7 +91,9 @@ FORMS: dict[str, Form] = {
     "a stack": lambda m, x: torch.addcmul(y := torch.stack([x, m.f(m.p(x))]).sum(0), m.gain, m.g(m.q(y))),
     "an overload": lambda m, x: torch.ops.aten.sub.Tensor(y := torch.ops.aten.add.Tensor(x, m.f(m.p(x))), m.g(m.q(y))),
     "token shift": lambda m, x: (y := x + m.f(shifted(m, m.p(x)))) + m.g(shifted(m, m.q(y))),
-    "hidden code": lambda m, x: (y := x + m.f(m.act(m.p(x)))) + m.g(m.act(m.q(y))),
+    "hidden code": lambda m, x: (y := x + m.f(TRACED(m.p(x)))) + m.g(TRACED(m.q(y))),
+    "hidden kernels": lambda m, x: (y := x + m.f(kernel(m.p(x)))) + m.g(kernel(m.q(y))),
+    "hidden sums": lambda m, x: SUM(y := SUM(x, m.f(m.p(x))), m.g(m.q(y))),
     "coupled": coupled,
     "positions of queries, as DETR": lambda m, x: (y := x + m.f(m.p(x) + m.positions)) + m.g(m.q(y) + m.positions),
 }
@@ -415,8 +427,8 @@ WITHOUT_ENDS: dict[str, Form] = {
     "a term computed from the other": lambda m, x: x + (m.f(h := m.p(x)) - h),
     "a term of two": lambda m, x: x + (0.5 * (h := m.p(x)) + 0.5 * m.g(h)),
     "a gated token shift": lambda m, x: x + m.f(h := m.p(x)).sigmoid() * m.g(shifted(m, h)),
-    "complex numbers": lambda m, x: ((z := torch.fft.fft(x, dim=1)) + torch.fft.fft(m.g(z.real), dim=1)).real,
     "hidden": lambda m, x: torch.func.vmap(torch.add)(x, m.g(x)),
+    "complex numbers": lambda m, x: ((z := torch.fft.fft(x, dim=1)) + torch.fft.fft(m.g(z.real), dim=1)).real,
 }
 
 

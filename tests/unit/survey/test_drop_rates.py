@@ -40,6 +40,9 @@ def helper(net: Any, x: Tensor, q: float = 0.9) -> Tensor:
     return F.dropout(x, q, net.training)
 
 
+SCRIPTED: Any = torch.jit.script(drop_path)
+TRACED: Any = torch.jit.trace(lambda x: F.dropout(x, 0.3), X, check_trace=False)
+
 FOUND: dict[str, nn.Module] = {
     "positional": toy(lambda net, x: F.dropout(x, net.rate, net.training), rate=0.2),
     "a rate of 0": toy(lambda net, x: F.dropout(x, net.rate, net.training), rate=0.0),
@@ -50,6 +53,7 @@ FOUND: dict[str, nn.Module] = {
     "attention": toy(lambda net, x: attention(x, net.rate if net.training else 0.0), rate=0.2),
     "an argument with a default": toy(lambda net, x: helper(net, x, net.rate), rate=0.2),
     "transformers' drop path": toy(lambda net, x: drop_path(x, net.rate, net.training), rate=0.2),
+    "hidden code": toy(lambda net, x: SCRIPTED(x, net.rate, net.training), rate=0.2),
     "timm's drop path": toy(lambda net, x: row_mask(x, net.rate), rate=0.0),
     "a random mask": toy(lambda net, x: x * (torch.rand_like(x) > net.rate), rate=0.1),
     "a comparison with an integer 0": toy(lambda net, x: x * (torch.rand_like(x) > net.rate), rate=0),
@@ -170,21 +174,14 @@ class TestPlaces:
         model = toy(lambda net, x: F.dropout(x, net.place.chance), place=toy(lambda net, x: x, chance=0.3))
         assert rates(model) == [("place", "chance")]
 
-    def test_part_that_the_example_does_not_run_is_reported(self) -> None:
-        scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.1)))
-        model = toy(
-            lambda net, x: net.hidden(net.used(x)),
-            used=nn.Dropout(0.1),
-            tower=nn.Sequential(nn.Linear(8, 8)),
-            hidden=scripted,
-        )
-        before = [*scripted.buffers()]
+    def test_part_that_the_example_does_not_run_and_hidden_code_that_drops_are_reported(self) -> None:
+        scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(3), nn.ReLU()))
+        parts = {"used": nn.Dropout(0.1), "tower": nn.Sequential(nn.Linear(8, 8)), "hidden": scripted}
+        model = toy(lambda net, x: TRACED(net.hidden(net.used(x))), **parts)
+        before = [x.clone() for x in scripted.buffers()]
         found = find_drop_rates(model, X)
         assert [rate.layer for rate in found.rates] == ["used"]
-        assert found.out_of_reach == {
-            "the example does not run": ("tower",),
-            "torch.jit hides what they do": ("hidden",),
-        }
+        assert found.out_of_reach == {"the example does not run": ("tower",), "code of torch.jit drops": ("",)}
         assert all(map(torch.equal, before, scripted.buffers()))
 
     def test_objects_that_raise_are_passed_over(self) -> None:

@@ -43,6 +43,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, then: Callable[[Tensor], Tensor] = l
     return then((q @ k.mT).softmax(-1)) @ v
 
 
+SHOWN, FUSED = (torch.jit.trace(how, (X, X, X)) for how in (attend, F.scaled_dot_product_attention))
+
+
 def qkv(m: Any, x: Tensor) -> list[Tensor]:
     return list(m.qkv(x).chunk(3, -1))
 
@@ -106,6 +109,7 @@ KINDS: dict[str, tuple[Callable[..., Tensor], list[bool]]] = {
     "channels after a depthwise convolution": (restored, [False]),
     "slots of experts (Soft MoE)": (soft_moe, [False, False]),
     "induced points (Set Transformer)": (induced, [True, True]),
+    "hidden code": (lambda m, x: SHOWN(*qkv(m, x)) + FUSED(*qkv(m, x)), []),
     "codebook": (lambda m, x: (x @ m.memory.weight.T).softmax(-1) @ m.memory.weight, [False]),
 }  # fmt: skip
 
@@ -117,7 +121,7 @@ def test_attention_weighs_positions_by_a_product_and_nothing_else_is_dropped(kin
     if any(expected):
         inject(model, recipes.drop_key(p=0.5), example_input=X)
     else:
-        with pytest.raises(LayerError, match="found no layer"):
+        with pytest.raises(LayerError, match="skips '0': its softmax is inside" if not expected else "found no layer"):
             plan(model, recipes.drop_key(p=0.5), example_input=X)
     with Masked() as mode:
         model(X)
