@@ -111,9 +111,9 @@ is_tracing: Callable[[], bool] = _jit.is_tracing  # whether `torch.jit.trace` is
 functorch_stack: Callable[[], Any] = _C._functorch.peek_interpreter_stack  # the innermost transform, or None
 forward_ad_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")  # -1 if it is not active
 
-# Contexts that hide operations from all dispatch modes, and from all `torch.func` transforms.
-without_dispatch_modes: Callable[[], Any] = _C._DisableTorchDispatch
-without_functorch: Callable[[], Any] = _C._DisableFuncTorch
+without_dispatch_modes: Callable[[], Any] = _C._DisableTorchDispatch  # hides operations from all of these
+without_functorch: Callable[[], Any] = _C._DisableFuncTorch  # from all transforms of `torch.func`
+without_function_modes: Callable[[], Any] = _C.DisableTorchFunction  # and from `__torch_function__` of subclasses
 
 disable_dynamo = _disable_dynamo  # `torch.compiler.disable` without importing the compiler
 

@@ -26,8 +26,9 @@ from hookdrop.regularizers import DropPath
 from hookdrop.survey.heads import attention_cores
 from hookdrop.survey.isolation import Training, attributes_of
 from hookdrop.survey.ops import DROPOUTS
+from hookdrop.survey.record import record
 from hookdrop.survey.residuals import added, has_weights, is_affine
-from hookdrop.survey.trace import Node, Op, Trace, record
+from hookdrop.survey.trace import Node, Op, Trace
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _COMPUTED = {"timm.layers.drop.DropBlock2d": "drop_prob", "torchvision.ops.drop_block.DropBlock2d": "p"}

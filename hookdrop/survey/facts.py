@@ -23,10 +23,11 @@ from hookdrop.survey.examples import Example, examples, fault_of
 from hookdrop.survey.heads import Heads, Scores, find_heads, find_scores
 from hookdrop.survey.isolation import Training, forked_rng, other_hooks
 from hookdrop.survey.layers import LayerCalls, find_skippable, find_streams, layer_calls
+from hookdrop.survey.record import record
 from hookdrop.survey.residuals import Residual, find_residuals
 from hookdrop.survey.samples import Samples, Site, growing_axis, is_batched, row_orders, why_no_batch
 from hookdrop.survey.tokens import Patches, find_embeddings, find_patches, removable_patches
-from hookdrop.survey.trace import Call, Node, Trace, record
+from hookdrop.survey.trace import Call, Node, Trace
 
 if TYPE_CHECKING:
     from hookdrop.survey.subsets import Subset

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -147,7 +148,7 @@ def restored_objects(model: nn.Module, example: Any = None) -> Iterator[Callable
     always = {id(one) for table in attributes for one in (table, *table.values())} | {*map(id, given)}
 
     def changed() -> list[tuple[Any, Any]]:
-        return [(table, old) for table, old in saved if _identities(table) != _identities(old)]
+        return [(table, old) for table, old in saved if not _is_same(table, old)]
 
     def added(table: Any, old: Any) -> list[Any]:
         known = {*map(id, _values(old))}
@@ -250,8 +251,12 @@ def _values(table: Any) -> list[Any]:
     return list(table.values() if isinstance(table, dict) else table)
 
 
-def _identities(table: Any) -> list[Any]:
-    return [(key, id(value)) for key, value in table.items()] if isinstance(table, dict) else [*map(id, table)]
+def _is_same(table: Any, old: Any) -> bool:
+    """Whether a container has the same elements in the same order as its copy."""
+    if len(table) != len(old) or isinstance(table, set):
+        return isinstance(table, set) and table == old
+    parts = [(table, old), (table.values(), old.values())] if isinstance(table, dict) else [(table, old)]
+    return all(all(map(operator.is_, *part)) for part in parts)
 
 
 def _has_fake_tensors(table: list[Any]) -> bool:

@@ -18,7 +18,8 @@ from hookdrop.core.tensor_tree import map_leaves
 from hookdrop.survey.drop_rates import ATTENTION, Arrivals, DropRate, active_rate
 from hookdrop.survey.facts import Survey
 from hookdrop.survey.ops import DROPOUTS, RECURRENT
-from hookdrop.survey.trace import Call, Node, Op, Trace, record
+from hookdrop.survey.record import record
+from hookdrop.survey.trace import Call, Node, Op, Trace
 
 Runners = Mapping[DropRate, tuple[str, ...]]
 """The names of the modules whose own forward runs the drops of each rate."""

@@ -21,8 +21,9 @@ from hookdrop.core.torch_internals import HOOK_TABLES, BatchNorm
 from hookdrop.survey.experiment import changes
 from hookdrop.survey.isolation import Arguments, forked_rng, other_hooks
 from hookdrop.survey.ops import PARTS
+from hookdrop.survey.record import record
 from hookdrop.survey.replay import replay
-from hookdrop.survey.trace import Call, Node, Trace, record, select_nodes
+from hookdrop.survey.trace import Call, Node, Trace, select_nodes
 
 
 class Subset(NamedTuple):

@@ -53,10 +53,10 @@ def inside(context: AbstractContextManager[Any], look: Callable[[], Any]) -> Any
         return look()
 
 
-def hides_operations(context: AbstractContextManager[Any]) -> bool:
-    with (mode := Operations()), context:
-        torch.ones(2).neg()
-    return not [name for name in mode.names if "neg" in name]
+def hides(mode: Any, context: AbstractContextManager[Any]) -> bool:
+    with mode, context:
+        torch.ones(2)
+    return not mode.names
 
 
 def inside_a_call(look: Callable[[], Any], run: Callable[[Callable[[Tensor], Tensor]], object]) -> Any:
@@ -135,9 +135,10 @@ CANARIES: dict[str, Callable[[], object]] = {
     # Without it, native loops bypass fake tensors, FLOP counters and traces of `make_fx`.
     "dispatch_modes": lambda: (internals.dispatch_modes(), inside(Operations(), internals.dispatch_modes)) == (0, 1),
     # Without it, rates set under a fake-tensor mode are fake, and selective checkpoints record RNG states.
-    "without_dispatch_modes": lambda: hides_operations(internals.without_dispatch_modes()),
-    # Without it, the survey records the operations inside those that it sees.
-    "without_dispatch_mode": lambda: hides_operations(internals.without_dispatch_mode()),
+    "without_dispatch_modes": lambda: hides(Operations(), internals.without_dispatch_modes()),
+    # Without these, the survey records operations inside those that it sees, and each reading of a version.
+    "without_function_modes": lambda: hides(Seeing(), internals.without_function_modes()),
+    "without_dispatch_mode": lambda: hides(Operations(), internals.without_dispatch_mode()),
     # Without it, `torch.jit.trace` silently records a fixed mask.
     "is_tracing": lambda: (
         not internals.is_tracing()
@@ -297,10 +298,10 @@ def test_default_store() -> None:
 class Seeing(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.names: list[str] = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen.append(function.__name__)
+        self.names.append(function.__name__)
         return function(*args, **(kwargs or {}))
 
 
@@ -314,8 +315,8 @@ def test_opened() -> None:
     with Seeing() as shown:
         found = internals.opened(function)(x, x, x, *rest)
     torch.testing.assert_close(found, expected)
-    assert hidden.seen == ["multi_head_attention_forward"]
-    assert "softmax" in shown.seen
+    assert hidden.names == ["multi_head_attention_forward"]
+    assert "softmax" in shown.names
 
 
 def test_remove_function_mode() -> None:
@@ -326,9 +327,9 @@ def test_remove_function_mode() -> None:
         with above:
             internals.remove_function_mode(lost)
             torch.ones(1).neg()
-    assert "neg" in above.seen
-    assert "neg" in below.seen
-    assert not lost.seen
+    assert "neg" in above.names
+    assert "neg" in below.names
+    assert not lost.names
     internals.remove_function_mode(lost)  # a mode that is not there
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils import weight_norm
 from hookdrop import DropPath, HeadDropout, InjectionError, find, inject, plan
 from hookdrop.recipes import head_dropout, residual_dropout, stochastic_depth
 from hookdrop.survey.facts import survey
-from hookdrop.survey.trace import record
+from hookdrop.survey.record import record
 from tests.support.models import toy
 
 X = torch.randn(2, 8)

@@ -18,9 +18,9 @@ from hookdrop.survey.experiment import experiment
 from hookdrop.survey.facts import survey
 from hookdrop.survey.heads import Heads, find_heads
 from hookdrop.survey.isolation import call
+from hookdrop.survey.record import record
 from hookdrop.survey.samples import Samples
 from hookdrop.survey.tokens import Patches
-from hookdrop.survey.trace import record
 from tests.support.models import toy
 
 X = torch.randn(2, 3, 8, 8)
@@ -35,7 +35,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.extend([] if any(map(is_fake, tensors(example))) else [example])
         return call(model, example)
 
-    monkeypatch.setattr("hookdrop.survey.trace.call", counted)
+    monkeypatch.setattr("hookdrop.survey.record.call", counted)
     monkeypatch.setattr("hookdrop.survey.experiment.call", counted)
     return seen
 
