@@ -124,7 +124,6 @@ def _drops(op: Op) -> bool:
 
 def _at_0(op: Op, args: tuple[Any, ...]) -> Any:
     """Call fused attention without its dropout."""
-    assert op.function is not None
     index = ATTENTION[op.name]
     if len(args) > index:
         return op.function(*args[:index], 0.0, *args[index + 1 :], **op.kwargs)

@@ -13,6 +13,7 @@ from hookdrop.core.selection import unwrapped
 from hookdrop.core.state import InjectionState
 from hookdrop.survey.drop_rates import DropRate, known_drop_rates
 from hookdrop.survey.facts import survey
+from hookdrop.survey.record import modules_of
 from hookdrop.survey.sampling import Runners, runners_of
 
 
@@ -27,7 +28,7 @@ def find_runners(model: nn.Module, state: InjectionState) -> None:
     if all(sink.runners is not None for sink in own):
         return
     root = (state.live.root and state.live.root()) or unwrapped(model)
-    modules = dict(root.named_modules())
+    modules = modules_of(root)
     names = {module: name for name, module in reversed(modules.items())}
     present = [(sink, module) for sink in own if (module := sink.module()) in names]
     rates = {sink: DropRate(names[module], sink.attribute, sink.constant) for sink, module in present}

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hookdrop.core.tensor_tree import map_leaves, tensors
 from hookdrop.survey.experiment import experiment
 from hookdrop.survey.isolation import Training, forked_rng, rng_states
+from hookdrop.survey.record import modules_of
 
 
 class Line(NamedTuple):
@@ -50,7 +51,7 @@ def find_draws(
     The first line that shows random numbers of Python or NumPy has no modules. `known` are names of modules with
     functions whose draws are left out; the rest is as for `experiment`.
     """
-    modules = {module: name for name, module in reversed([*model.named_modules()])}
+    modules = {module: name for name, module in modules_of(model).items()}
     found, run = dict[Line, list[str]](), partial(_Run, model, example, training)
     with forked_rng(model, *tensors(example)):
         # Random numbers in place of weights that are 0 show more, but may hide a choice between nearly equal numbers.

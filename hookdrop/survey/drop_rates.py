@@ -26,7 +26,7 @@ from hookdrop.regularizers import DropPath
 from hookdrop.survey.heads import attention_cores
 from hookdrop.survey.isolation import Training, attributes_of
 from hookdrop.survey.ops import DROPOUTS
-from hookdrop.survey.record import record
+from hookdrop.survey.record import modules_of, record
 from hookdrop.survey.residuals import added, has_weights, is_affine
 from hookdrop.survey.trace import Node, Op, Trace
 
@@ -84,7 +84,7 @@ class DropRates:
 
 def known_drop_rates(model: nn.Module) -> list[DropRate]:
     """Return the rates of the modules whose class defines them, without a forward."""
-    found = [(name, _known_attribute(module)) for name, module in model.named_modules()]
+    found = [(name, _known_attribute(module)) for name, module in modules_of(model).items()]
     return [DropRate(name, key) for name, key in found if key is not None]
 
 
@@ -134,7 +134,7 @@ def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True, skippe
         "the example does not run": found.unused,
         "code of torch.jit drops": dict.fromkeys(found.hidden),
     }
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    order = {name: index for index, name in enumerate(modules_of(model))}
     return DropRates(
         tuple(sorted(dict.fromkeys(rates), key=lambda rate: order[rate.layer])),
         {what: tuple(names) for what, names in out_of_reach.items() if names},
@@ -200,7 +200,7 @@ def _numbers(model: nn.Module) -> Iterator[Number]:
             elif not path and (attributes := attributes_of(value)) is not None:
                 yield from within(attributes, layer, f"{key}.")
 
-    for name, module in model.named_modules():
+    for name, module in modules_of(model).items():
         yield from within(vars(module), name)
 
 
@@ -260,6 +260,8 @@ class _Decisions(TorchFunctionMode):
 
 def active_rate(op: Op) -> Any:
     """Return the rate of a functional dropout; 0 in eval mode."""
+    if op.is_hidden:
+        return 0.0  # kernels have other arguments
     if op.name in ATTENTION:
         return op.argument(ATTENTION[op.name], "dropout_p", 0.0) if op.kwargs.get("training", True) else 0.0
     return op.argument(1, "p", 0.5) if op.argument(2, "training", op.kwargs.get("train", True)) else 0.0
@@ -299,7 +301,7 @@ class Arrivals:
         """The outermost parts that the forward did not run."""
         self.hidden: list[str] = []
         """The modules that run drops of hidden code at rates that are in it."""
-        self._modules = dict(model.named_modules())
+        self._modules = modules_of(model)
         self._sources, self._complements = sources, {1 - value: source for value, source in sources.items()}
         self.scales = {*self._complements, *(1 / kept for kept in self._complements)}
         """The numbers that a drop may multiply by, so that the mean stays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
 import random
 import sys
@@ -133,17 +134,14 @@ def restored_objects(model: nn.Module, example: Any = None) -> Iterator[Callable
     """Restore the attributes of all modules and the containers in an example; remove fake tensors stored elsewhere.
 
     Those may be in objects that modules hold, in the globals and closures of the code of a model, and in its caches.
-    Inside, a function returns the tensors that were stored since, in any of these. Objects of other packages than the
-    model's are followed one step only, because some, such as an interactive shell, lead to all that there is.
+    Inside, a function returns the tensors that were stored since, in any of these.
     """
     own = [cls for cls in {cls for module in model.modules() for cls in type(module).__mro__} if _is_foreign(cls)]
-    packages = {_package(cls) for cls in own}
     code = [vars(sys.modules[name]) for name in {cls.__module__ for cls in own} & sys.modules.keys()]
     attributes = [vars(module) for module in model.modules()]
     captured = [_captured(value) for table in (*attributes, *map(vars, own)) for value in table.values()]
-    given, first = _tables([[example]]), [*attributes, *code, *(dict(vars(cls)) for cls in own)]
-    held = [found for table in first for value in table.values() if (found := attributes_of(value)) is not None]
-    tables = _tables([*first, *held, *captured, *given], packages)
+    given = _tables([[example]])
+    tables = _tables([*attributes, *code, *(dict(vars(cls)) for cls in own), *captured, *given])
     saved = [(table, copy.copy(table)) for table in tables if not isinstance(table, tuple)]
     always = {id(one) for table in attributes for one in (table, *table.values())} | {*map(id, given)}
 
@@ -223,28 +221,38 @@ def _is_foreign(cls: type) -> bool:
     return cls is SimpleNamespace or (package != "torch" and package not in sys.stdlib_module_names)
 
 
-def _tables(roots: Iterable[Any], packages: Collection[str] | None = None) -> list[Any]:
+def _tables(roots: Iterable[Any]) -> list[Any]:
     """Return the containers and the attributes of objects that can be reached from some tables, these included.
 
-    `packages` are those whose objects are followed; None is all of other code than PyTorch's and Python's.
+    From each value in these, a bounded number is reached, the nearest first: some objects, such as the interactive
+    shell in the globals of a notebook, lead to all that there is.
     """
     found: dict[int, Any] = {}
-    waiting = [*roots]
-    while waiting:
-        table = waiting.pop()
-        if id(table) not in found:
-            found[id(table)] = table
-            for value in _values(table):
-                kind = type(value)  # `isinstance` runs code of proxies
-                if kind in _CONTAINERS or issubclass(kind, tuple):
-                    waiting.append(value)
-                elif issubclass(kind, nn.Module):  # one that is no part of the model
-                    waiting.append(vars(value))
-                elif packages is not None and _package(kind) not in packages:
-                    continue
-                elif (attributes := attributes_of(value)) is not None:
-                    waiting.append(attributes)
+    for root in roots:
+        found.setdefault(id(root), root)
+        for value in _values(root):
+            waiting = deque([value])
+            for _ in range(_MOST):
+                if not waiting:
+                    break
+                table = _inside(waiting.popleft())
+                if table is not None and id(table) not in found:
+                    found[id(table)] = table
+                    waiting.extend(itertools.islice(_values(table), _MOST))
     return list(found.values())
+
+
+_MOST = 2048
+
+
+def _inside(value: Any) -> Any:
+    """Return a container itself, and the attributes of an object; None for other values."""
+    kind = type(value)  # `isinstance` runs code of proxies
+    if kind in _CONTAINERS or issubclass(kind, tuple):
+        return value
+    return (
+        vars(value) if issubclass(kind, nn.Module) else attributes_of(value)
+    )  # such as one that is no part of a model
 
 
 def _values(table: Any) -> list[Any]:

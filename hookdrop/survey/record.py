@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -31,7 +31,13 @@ from hookdrop.core.torch_internals import (
     without_function_modes,
 )
 from hookdrop.survey.isolation import Training, call, hooked, other_hooks, restored_after, restored_objects, set_modes
+from hookdrop.survey.ops import FUSED_ATTENTION
 from hookdrop.survey.trace import Call, Node, Op, Trace, nodes_in
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by the names that they have in a trace, without wrappers such as compiled code."""
+    return {layer.name: layer.module for layer in named_layers(model)}
 
 
 def record(model: nn.Module, example: Any, *, fake: bool = True, training: Training = False) -> Trace:
@@ -51,6 +57,19 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
     # The hooks of PyTorch, which compute or gather weights, work without values.
     if fake and other_hooks(model):
         raise InjectionError("the model has hooks of other code, which might need values.")
+    try:
+        return _record(model, example, fake, training)
+    except InjectionError:
+        if fake:
+            raise
+        # A dispatch mode keeps some code from running; a function that `torch.jit` has traced, only the first time.
+        found = _record(model, example, fake, training, sees_hidden=False)
+        with suppress(InjectionError):
+            found = _record(model, example, fake, training)
+        return found
+
+
+def _record(model: nn.Module, example: Any, fake: bool, training: Training, sees_hidden: bool = True) -> Trace:
     with ExitStack() as stack:
         stack.enter_context(restored_after(model, trains=bool(training)))
         torch.default_generator.manual_seed(0)  # `plan` and `inject` agree on a model that draws in eval mode
@@ -65,8 +84,9 @@ def record(model: nn.Module, example: Any, *, fake: bool = True, training: Train
         stored, given = stack.enter_context(restored_objects(model, example)), _places(example)
         recorder.trace.inputs = [recorder.new(tensor, leaf="input") for tensor in tensors(example)]
         stack.enter_context(hooked(model, recorder.enter, recorder.leave))
-        stack.enter_context(recorder.hidden)
-        recorder.modes = dispatch_modes()
+        if sees_hidden:
+            stack.enter_context(recorder.hidden)
+            recorder.modes = dispatch_modes()
         stack.enter_context(recorder)
         recorder.trace.outputs = nodes_in(recorder.plain(call(unwrapped(model), example)))
         recorder.trace.stored = nodes_in(recorder.plain(stored()))
@@ -152,7 +172,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if dispatch_modes() < self.modes:  # inside an operation that hidden code has called
             return function(*args, **kwargs or {})
-        with without_dispatch_mode() if dispatch_modes() == self.modes else nullcontext():
+        with without_dispatch_mode() if dispatch_modes() == self.modes > 0 else nullcontext():
             return self.recorded(function, args, kwargs or {})
 
     def recorded(self, function: Any, args: Any, kwargs: Any, is_hidden: bool = False) -> Any:
@@ -230,6 +250,8 @@ def _name(function: Any) -> str:
     if name == "__get__":  # a property such as `x.T`
         name = getattr(function.__self__, "__name__", name)
     name = name.partition(".")[0]  # of an overload such as torch.ops.aten.add.Tensor
+    if name.startswith("_scaled_dot_product"):  # a kernel of it
+        return FUSED_ATTENTION
     special = re.fullmatch("__[ir]?(add|mul|matmul)__|__i?true(div)__|(mul)tiply|true_(div)ide", name)
     return next(filter(None, special.groups())) if special else name.strip("_")
 

@@ -18,7 +18,7 @@ from hookdrop.core.tensor_tree import map_leaves
 from hookdrop.survey.drop_rates import ATTENTION, Arrivals, DropRate, active_rate
 from hookdrop.survey.facts import Survey
 from hookdrop.survey.ops import DROPOUTS, RECURRENT
-from hookdrop.survey.record import record
+from hookdrop.survey.record import modules_of, record
 from hookdrop.survey.trace import Call, Node, Op, Trace
 
 Runners = Mapping[DropRate, tuple[str, ...]]
@@ -38,7 +38,7 @@ def runners_of(survey: Survey, rates: Collection[DropRate]) -> Runners:
     known = survey.all_drop_rates.runners
     runners = {rate: known.get(rate, (rate.layer,)) for rate in rates}
     names = {name for layers in runners.values() for name in layers}
-    training = {module for name, module in survey.model.named_modules() if name in names}
+    training = {module for name, module in modules_of(survey.model).items() if name in names}
 
     def almost_0(rate: DropRate, value: float, index: int) -> float | None:
         # Nothing is dropped, and float32 does not show the scale.

@@ -146,7 +146,7 @@ class Cache:
 
 MASKS: dict[int, Tensor] = {}
 MEMO: dict[int, tuple[int, Tensor]] = {}
-SHARED, OUTSIDE = type("Other", (Cache,), {"__module__": "other"})(), nn.Module()
+SHARED, OUTSIDE = Cache(), nn.Module()
 
 
 class Caching(Block):
