@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hookdrop.core.errors import InjectionError
 from hookdrop.core.regularizer import Regularizer
@@ -237,24 +238,22 @@ class _Decisions(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._draws: dict[int, Tensor] = {}
-        self._outcomes: dict[int, tuple[Tensor, bool]] = {}
-        """Both by id, and kept, so that no other tensor gets the id."""
+        self._draws, self._outcomes = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "").strip("_")
-        if name in ("bool", "item") and id(args[0]) in self._outcomes:
-            return self._outcomes[id(args[0])][1]
+        if name in ("bool", "item") and args[0] in self._outcomes:
+            return self._outcomes[args[0]]
         if name in DROPOUTS:  # at 0, it would return its input, which is no operation
             args = [_RAISED if isinstance(arg, _Zero) else arg for arg in args]
             kwargs = {key: _RAISED if isinstance(arg, _Zero) else arg for key, arg in (kwargs or {}).items()}
         output = function(*args, **kwargs or {})
         if name in _DRAWS:
-            self._draws[id(output)] = output
+            self._draws[output] = True
         elif name in _COMPARISONS and len(args) == 2:
-            values = [0.5 if id(arg) in self._draws else arg for arg in args]
+            values = [0.5 if isinstance(arg, Tensor) and arg in self._draws else arg for arg in args]
             if not any(isinstance(value, Tensor) for value in values):
-                self._outcomes[id(output)] = output, _COMPARISONS[name](*values)
+                self._outcomes[output] = _COMPARISONS[name](*values)
         return output
 
 
