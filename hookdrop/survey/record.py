@@ -7,7 +7,6 @@ of the dispatcher. A module whose output comes from elsewhere, such as another l
 
 from __future__ import annotations
 
-import gc
 import itertools
 import re
 from collections.abc import Callable
@@ -20,13 +19,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hookdrop.core.errors import InjectionError, warn
+from hookdrop.core.errors import InjectionError
 from hookdrop.core.selection import named_layers, unwrapped
 from hookdrop.core.tensor_tree import bind_arguments, leaves, map_leaves, map_tensors, tensors
 from hookdrop.core.torch_internals import (
     dispatch_modes,
     fake_tensors,
-    is_fake,
     storage_of,
     version_of,
     without_dispatch_mode,
@@ -93,14 +91,6 @@ def _record(model: nn.Module, example: Any, fake: bool, training: Training, sees
         recorder.trace.outputs = nodes_in(recorder.plain(call(unwrapped(model), example)))
         recorder.trace.stored = nodes_in(recorder.plain(stored()))
         recorder.trace.changes_arguments = _places(example) != given
-    del example, stored
-    if fake and any(map(is_fake, recorder.nodes)):
-        gc.collect()
-        if any(map(is_fake, recorder.nodes)):
-            warn(
-                "the model keeps tensors of this run where they are not found, such as in a cache of another module. "
-                "They have no values.\n  build the model again, and call it once before: model(x)"
-            )
     return recorder.trace
 
 
