@@ -14,7 +14,6 @@ from torch.nn.functional import interpolate
 import hookdrop
 from hookdrop import Dropout, HookdropError, LayerError, LinearSchedule, ShapeError, find, inject
 from hookdrop.measure import figures
-from hookdrop.measure.figures import as_images
 from hookdrop.observe import CamComparison, compare_cam, grad_cam, plot_schedule
 from hookdrop.observe.cam import as_map
 from tests.support.models import Small, toy
@@ -136,13 +135,6 @@ class TestClassActivationMaps:
         assert [a.get_title() for a in axes] == ["class 1", "class 2", *widths, *["100% above half"] * 2]
         assert np.array_equal(axes[3].images[1].get_array(), before[1])
         assert axes[3].images[1].get_clim() == (0, 1)
-
-    def test_three_channel_images_are_in_color_others_in_gray(self) -> None:
-        x = torch.randn(2, 3, 4, 4)
-        shown = as_images(x)
-        assert shown.shape == (2, 4, 4, 3)
-        assert (shown.amin((1, 2, 3)).tolist(), shown.amax((1, 2, 3)).tolist()) == ([0, 0], [1, 1])
-        assert torch.equal(as_images(x[:, :2]), x[:, :2].mean(1))
 
 
 def test_figures_can_be_drawn_into_a_subfigure(model: Small, images: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import weight_norm
 
 from hookdrop import DropPath, HeadDropout, InjectionError, find, inject, plan
-from hookdrop.recipes import head_dropout, residual_dropout, stochastic_depth
+from hookdrop.recipes import head_dropout, residual_dropout, set_dropout, stochastic_depth
 from hookdrop.survey.facts import survey
 from hookdrop.survey.record import record
 from tests.support.models import toy
@@ -57,6 +57,12 @@ def test_surveys_again_with_other_arguments_or_settings() -> None:
     assert ends(model, X) == ["early.b", "late.b"]
     model.forward = lambda x: model.late(x)  # type: ignore[method-assign, assignment, misc]
     assert ends(model, X) == ["late.b"]
+
+
+@pytest.mark.parametrize(("recipe", "name"), [(stochastic_depth(p=0.5), "0.b"), (set_dropout(p=0.0), "1")])
+def test_compiled_blocks_have_names_without_wrappers(recipe: Any, name: str) -> None:
+    model = nn.Sequential(*[torch.compile(nn.Sequential(Block(), nn.Dropout(0.1)), backend="eager") for _ in range(2)])
+    assert [site.name for site in plan(model, recipe, example_input=X).sites] == [f"0.{name}", f"1.{name}"]
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
