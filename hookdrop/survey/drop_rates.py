@@ -131,10 +131,8 @@ def find_drop_rates(model: nn.Module, example: Any, *, fake: bool = True, skippe
             if not drops_if_drawn(rate):  # it chooses otherwise, such as teacher forcing
                 del own[rate]
     rates = [*known_drop_rates(model), *(rate for _, own in drops for rate in own if rate.constant is None)]
-    out_of_reach = {
-        "the example does not run": found.unused,
-        "code of torch.jit drops": dict.fromkeys(found.hidden),
-    }
+    hidden = dict.fromkeys(found.hidden)
+    out_of_reach = {"the example does not run": found.unused, "dropout inside code that torch.jit compiled": hidden}
     order = {name: index for index, name in enumerate(modules_of(model))}
     return DropRates(
         tuple(sorted(dict.fromkeys(rates), key=lambda rate: order[rate.layer])),
@@ -259,8 +257,8 @@ class _Decisions(TorchFunctionMode):
 
 def active_rate(op: Op) -> Any:
     """Return the rate of a functional dropout; 0 in eval mode."""
-    if op.is_hidden:
-        return 0.0  # kernels have other arguments
+    if op.name in ATTENTION and op.is_hidden:  # kernels have other arguments, of which one is a fraction
+        return next((arg for arg in op.args if type(arg) is float), 0.0)
     if op.name in ATTENTION:
         return op.argument(ATTENTION[op.name], "dropout_p", 0.0) if op.kwargs.get("training", True) else 0.0
     return op.argument(1, "p", 0.5) if op.argument(2, "training", op.kwargs.get("train", True)) else 0.0
@@ -338,13 +336,16 @@ class Arrivals:
             while parent and not has_forward(self._modules[parent]):
                 parent = parent.rpartition(".")[0]
             is_part = has_forward(module) and any(module.children())
-            if is_part and name not in trace.calls_of and parent in trace.calls_of:
-                self.unused += [name] * (not isinstance(module, torch.jit.ScriptModule))
+            is_seen = name in trace.calls_of or isinstance(module, torch.jit.ScriptModule)
+            if is_part and not is_seen and parent in trace.calls_of:
+                self.unused.append(name)
 
     def _at_drop(self, op: Op, rate: Any) -> None:
         """A function that drops with probability `rate`."""
         if (source := self._source(rate, self._sources)) is not None:
             self.ops.setdefault(source[0], []).append(op)
+        elif rate and op.is_hidden and op.call:
+            self.hidden.append(op.call.name)
         elif rate and not isinstance(rate, Node):
             self.ops.setdefault(_constant(op, rate), []).append(op)
 

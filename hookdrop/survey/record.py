@@ -99,7 +99,7 @@ def _places(value: Any) -> list[Any]:
 
 
 def _unseen(*args: Any) -> Any:
-    raise NotImplementedError("no function of torch shows what computes a part of it")
+    raise NotImplementedError("code that PyTorch does not see computes a part of it")
 
 
 class _Hidden(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ class _Recorder(TorchFunctionMode):
     def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         left = self.stack.pop()
         unseen = [tensor for tensor in tensors(output) if tensor not in self.nodes]
-        if unseen:  # the module is compiled by torch.jit, or calls code of another library
+        if unseen:  # the module calls code of another library
             op = self._op("opaque", _unseen, tuple(left.inputs), {}, tuple(left.inputs))
             for tensor in unseen:
                 self.new(tensor, op).has_weights |= any(True for _ in module.parameters())
