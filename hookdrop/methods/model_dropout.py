@@ -126,7 +126,7 @@ def _left_out(model: nn.Module, survey: Survey, changes: bool) -> list[str]:
 
 def _drawing(model: nn.Module, line: Any, names: Sequence[str]) -> str:
     if not names:
-        return f"random numbers of Python or NumPy, which {line}, uses first"
+        return f"random numbers of Python, NumPy or compiled code, which {line}, uses first"
     return f"{type(model.get_submodule(names[0])).__name__} calls {line}"
 
 

@@ -48,8 +48,8 @@ def find_draws(
 ) -> Mapping[Line, list[str]]:
     """Return the lines that draw random numbers on which the output depends, with the modules that run them.
 
-    The first line that shows random numbers of Python or NumPy has no modules. `known` are names of modules with
-    functions whose draws are left out; the rest is as for `experiment`.
+    The first line that shows random numbers of Python or NumPy, or of code that calls no function of PyTorch, has no
+    modules. `known` are names of modules with functions whose draws are left out; the rest is as for `experiment`.
     """
     modules = {module: name for name, module in modules_of(model).items()}
     found, run = dict[Line, list[str]](), partial(_Run, model, example, training)
@@ -92,15 +92,17 @@ class _Run(TorchFunctionMode):
         self.drawn: dict[Line, dict[nn.Module, None]] = {}
         """The lines that drew, with the modules that ran them."""
         self.draws_elsewhere = False
-        """Whether Python's or NumPy's generator was used."""
+        """Whether Python's or NumPy's generator was used, or PyTorch's between the calls of its functions."""
         self.outputs: list[Tensor] = []
         self.steps: list[tuple[Line, float]] = []
-        """With a `seed` of these generators: the lines in the order of execution, with a sum of what they computed."""
+        """With a `seed` for these draws: the lines in the order of execution, with a sum of what they computed."""
         self._changed, self._choose, self._calls, self._seed_of_others = changed, choose, Counter[Line](), seed
         given = (*model.parameters(), *model.buffers(), *tensors(example))
         self._devices = {x.device.type for x in given} - {"cpu", "meta"}
         self._modules: list[Any] = [*map(torch.get_device_module, self._devices)]
         before: list[str] = []
+        self._left: list[Tensor] = []
+        """The states of PyTorch's generators after the last call."""
 
         def watch(name: str, at: str, value: Any) -> None:
             if name == "" and at == "input":
@@ -108,7 +110,9 @@ class _Run(TorchFunctionMode):
                 if "numpy" in sys.modules:
                     sys.modules["numpy"].random.seed(seed or 0)
                 before.append(_others())
+                self._leave()
             elif name == "":
+                self._arrive()
                 self.draws_elsewhere |= _others() != before.pop()
                 self.outputs += [x.detach().clone() for x in tensors(value)]
 
@@ -126,6 +130,7 @@ class _Run(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frames = list(_frames(sys._getframe(1)))
+        self._arrive()
         own = next(one for one in frames if not str(one.f_globals.get("__name__")).startswith("torch."))
         line = Line(getattr(function, "__name__", "?").strip("_"), own.f_code.co_filename, own.f_lineno)
         self._calls[line] += 1
@@ -140,7 +145,16 @@ class _Run(TorchFunctionMode):
             self.drawn.setdefault(line, {}).update(dict.fromkeys(running[:1]))  # the innermost module
         if self._seed_of_others is not None:
             self.steps.append((line, _total(output)))
+        self._leave()
         return output
+
+    def _arrive(self) -> None:
+        self.draws_elsewhere |= not all(map(torch.equal, self._left, rng_states(self._devices)))
+
+    def _leave(self) -> None:
+        if self._seed_of_others is not None:
+            self._seed(self._seed_of_others + sum(self._calls.values()))
+        self._left = rng_states(self._devices)
 
     def _seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)

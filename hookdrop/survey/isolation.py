@@ -11,7 +11,7 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import CellType, FunctionType, SimpleNamespace
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -133,15 +133,17 @@ def _may_be_written_to(module: nn.Module, buffer: Tensor, trains: bool) -> bool:
 def restored_objects(model: nn.Module, example: Any = None) -> Iterator[Callable[[], list[Tensor]]]:
     """Restore the attributes of all modules and the containers in an example; remove fake tensors stored elsewhere.
 
-    Those may be in objects that modules hold, in the globals and closures of the code of a model, and in its caches.
-    Inside, a function returns the tensors that were stored since, in any of these.
+    Those may be in objects that modules hold, in the globals and closures of the code of a model, in the globals of the
+    modules that it imports, and in caches of functions. Inside, a function returns the tensors that were stored since.
     """
     own = [cls for cls in {cls for module in model.modules() for cls in type(module).__mro__} if _is_foreign(cls)]
-    code = [vars(sys.modules[name]) for name in {cls.__module__ for cls in own} & sys.modules.keys()]
+    code, imported = _globals_of(own)
     attributes = [vars(module) for module in model.modules()]
     captured = [_captured(value) for table in (*attributes, *map(vars, own)) for value in table.values()]
     given = _tables([[example]])
+    near = [table for module in imported for value in _values(module) if (table := _inside(value)) is not None]
     tables = _tables([*attributes, *code, *(dict(vars(cls)) for cls in own), *captured, *given])
+    tables = [*{id(table): table for table in (*tables, *imported, *near)}.values()]
     saved = [(table, copy.copy(table)) for table in tables if not isinstance(table, tuple)]
     always = {id(one) for table in attributes for one in (table, *table.values())} | {*map(id, given)}
 
@@ -164,10 +166,26 @@ def restored_objects(model: nn.Module, example: Any = None) -> Iterator[Callable
             if id(table) in always or _has_fake_tensors(added(table, old)):
                 table.clear()
                 table.extend(old) if isinstance(table, list | deque) else table.update(old)
-        for value in (value for table in (*code, *map(vars, own)) for value in list(table.values())):
+        for value in (value for table in (*code, *imported, *map(vars, own)) for value in list(table.values())):
             for cached in (value, *_captured(value)):
                 if isinstance(cached, _LRU_CACHE):
                     cached.cache_clear()
+
+
+def _globals_of(classes: Iterable[type]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the globals of the code of some classes, and those of other code that it has imported."""
+    code = {cls.__module__ for cls in classes} & sys.modules.keys()
+    imported = {_module_of(value) for name in code for value in _values(vars(sys.modules[name]))} & sys.modules.keys()
+    return [vars(sys.modules[name]) for name in code], [vars(sys.modules[name]) for name in imported - code]
+
+
+def _module_of(value: Any) -> str:
+    """Return the name of a module that is not PyTorch's or Python's, or of the one that defines a function or class."""
+    kind = type(value)  # `isinstance` runs code of proxies
+    if not issubclass(kind, ModuleType | FunctionType | _LRU_CACHE | type):
+        return ""
+    name = str(getattr(value, "__name__" if issubclass(kind, ModuleType) else "__module__", ""))
+    return "" if _is_of_pytorch_or_python(name) else name
 
 
 def _captured(value: Any) -> list[Any]:
@@ -208,6 +226,11 @@ def _package(what: Any) -> str:
     return str(getattr(inner, "__module__", "")).partition(".")[0]
 
 
+def _is_of_pytorch_or_python(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package == "torch" or package in sys.stdlib_module_names
+
+
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object that holds settings or caches, without running its code; None for others."""
     kind = type(value)
@@ -217,8 +240,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 
 
 def _is_foreign(cls: type) -> bool:
-    package = _package(cls)
-    return cls is SimpleNamespace or (package != "torch" and package not in sys.stdlib_module_names)
+    return cls is SimpleNamespace or not _is_of_pytorch_or_python(cls.__module__)
 
 
 def _tables(roots: Iterable[Any]) -> list[Any]:

@@ -44,6 +44,13 @@ def toy(forward: Callable[..., Any], **attributes: Any) -> nn.Module:
     return model
 
 
+KEPT: dict[int, Tensor] = {}
+
+
+def kept_ones(size: int) -> Tensor:
+    return KEPT.setdefault(size, torch.ones(size))
+
+
 ROWS = torch.ones(5000, 8)
 """An input of `pair`."""
 

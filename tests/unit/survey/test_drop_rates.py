@@ -57,7 +57,6 @@ FOUND: dict[str, nn.Module] = {
     "hidden code": toy(lambda net, x: SCRIPTED(x, net.rate, net.training), rate=0.2),
     "timm's drop path": toy(lambda net, x: row_mask(x, net.rate), rate=0.0),
     "a random mask": toy(lambda net, x: x * (torch.rand_like(x) > net.rate), rate=0.1),
-    "a comparison with an integer 0": toy(lambda net, x: x * (torch.rand_like(x) > net.rate), rate=0),
     "an in-place comparison": toy(lambda net, x: x * torch.rand(4, 1, 1).ge_(net.rate).div(1 - net.rate), rate=0.1),
     "a skipped layer": toy(lambda net, x: x if torch.rand([]) < net.rate else x + 1, rate=0.0),
     "a random number": toy(lambda net, x: x if torch.rand(1).lt(net.rate).item() else x + 1, rate=0.05),
@@ -65,15 +64,12 @@ FOUND: dict[str, nn.Module] = {
     "a selection": toy(lambda net, x: torch.where(torch.rand_like(x) < net.rate, 0.0, x), rate=0.7),
     "a negated mask": toy(lambda net, x: x * ~(torch.rand_like(x) < net.rate), rate=0.7),
     "a filled tensor": toy(lambda net, x: x * torch.bernoulli(torch.full_like(x, 1 - net.rate)), rate=0.05),
-    "a tensor filled by keywords": toy(
-        lambda net, x: x * torch.bernoulli(torch.full(size=x.shape, fill_value=1 - net.rate)), rate=0.05
-    ),
+    "filled by keywords": toy(lambda net, x: x * torch.full(size=(8,), fill_value=1 - net.rate).bernoulli(), rate=0.05),
 }
 CONSTANTS: dict[str, tuple[nn.Module, float]] = {
     "a literal": (toy(lambda net, x: F.dropout(x, 0.3, net.training)), 0.3),
     "the default": (toy(lambda net, x: F.dropout(x, training=net.training)), 0.5),
     "arithmetic": (toy(lambda net, x: F.dropout(x, 1 - net.keep, net.training), keep=0.75), 0.25),
-    "a list": (toy(lambda net, x: F.dropout(x, net.rates[0], net.training), rates=[0.3]), 0.3),
     "a module created in each call": (toy(lambda net, x: nn.Dropout(0.3)(x)), 0.3),
     "fused attention": (toy(lambda net, x: attention(x, 0.3 if net.training else 0.0)), 0.3),
 }

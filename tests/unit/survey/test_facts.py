@@ -18,7 +18,7 @@ from hookdrop import DropPath, HeadDropout, InjectionError, find, inject, plan
 from hookdrop.recipes import head_dropout, residual_dropout, set_dropout, stochastic_depth
 from hookdrop.survey.facts import survey
 from hookdrop.survey.record import record
-from tests.support.models import toy
+from tests.support.models import KEPT, kept_ones, toy
 
 X = torch.randn(2, 8)
 
@@ -156,7 +156,7 @@ SHARED, OUTSIDE = Cache(), nn.Module()
 
 
 class Caching(Block):
-    """Keeps masks in nested objects, in a class attribute, and in globals, also in a tuple and in another module."""
+    """Keeps masks in nested objects, in a class attribute, and in globals, also in a tuple, in another module and in a file."""
 
     of_class: ClassVar[dict[int, Tensor]] = {}
 
@@ -173,7 +173,7 @@ class Caching(Block):
             x = x * table.setdefault(8, torch.ones(8))
         if 8 not in MEMO:
             MEMO[8], OUTSIDE.mask = (8, torch.ones(8)), torch.ones(8)
-        x = x * MEMO[8][1] * OUTSIDE.mask
+        x = x * MEMO[8][1] * OUTSIDE.mask * kept_ones(8)
         return super().forward(x) * self.cache.nested.by_size[8] * SHARED.inner.mask
 
 
@@ -181,7 +181,7 @@ def test_no_fake_tensor_stays_in_objects_and_globals() -> None:
     model = Caching()
     inject(nn.Sequential(nn.Linear(8, 8), model), stochastic_depth(p=0.5), p_scale="equal", example_input=X).remove()
     assert type(model(X)) is Tensor
-    tables = (SHARED.by_size, MASKS, Caching.of_class)
+    tables = (SHARED.by_size, MASKS, KEPT, Caching.of_class)
     kept = [MEMO[8][1], OUTSIDE.mask, SHARED.mask, SHARED.inner.mask, *(table[8] for table in tables)]
     assert {type(mask) for mask in kept} == {Tensor}
     survey(model, torch.randn(3, 8)).branches  # noqa: B018
