@@ -39,10 +39,11 @@ def drop_path(
         return x
     rest = (1,) * (x.dim() - 1)
     if mode == "subset":
-        # The samples with the `kept` smallest of N random numbers.
-        kept = _kept(len(x), p)
+        # The samples with the smallest of N random numbers.
+        least, fraction = _kept(len(x), p)
         order = rand((len(x),), torch.float32, x.device).argsort().argsort()
-        return _keep(x, (order < kept).view(-1, *rest), len(x) / kept if scale else 1.0)
+        one_more = rand((1,), torch.float32, x.device) < fraction
+        return _keep(x, (order < least + one_more).view(-1, *rest), keep_scale(p) if scale else 1.0)
     if rows != EACH_ROW:
         kept_N = slice_mask(x, p, (rows.samples(x),))
         return _keep(x, rows.repeat(kept_N, x), keep_scale(p) if scale else 1.0)
@@ -61,15 +62,15 @@ def _others(x: Tensor, rows: Tensor) -> Tensor:
     return dropped.view(-1, *(1,) * (x.dim() - 1))
 
 
-def _kept(samples: int, p: float | Tensor) -> Any:
-    """The number of samples that `mode="subset"` keeps, at least one."""
-    if isinstance(p, Tensor):
-        return (samples * (1.0 - p) + _ROUNDING).floor().clamp(min=1.0)
-    return max(int(samples * (1.0 - p) + _ROUNDING), 1)
+def _kept(samples: int, p: float | Tensor) -> tuple[Any, Any]:
+    """The number of samples that `mode="subset"` keeps at least, and the probability of keeping one more."""
+    kept = samples * (1.0 - p) + _ROUNDING
+    least = kept.floor() if isinstance(p, Tensor) else int(kept)
+    return least, kept - least - _ROUNDING
 
 
 _GRAPH_BREAK = "The layer runs on the samples that are kept, whose number changes.\n  remove fullgraph=True."
-_ROUNDING = 1e-9  # above the error of 1 - p, which would otherwise drop one more sample: 10 * (1 - 0.8) is below 2
+_ROUNDING = 1e-9  # above the error of 1 - p: 10 * (1 - 0.8) is below 2
 
 
 def _no_rows(what: str, found: object, instead: str) -> LayerError:
@@ -86,10 +87,11 @@ class DropPath(DropRegularizer):
     `mlp`). At the output of a whole block it would also drop the skip connection.
 
     With `mode="subset"`, hook modules that are a whole branch (a transformer's `attn` and `mlp`): they run only on the
-    samples that are kept, which saves their time. Each call keeps k = max(int(N (1 - p)), 1) random samples and scales
-    them by N / k, so the actual rate is 1 - k / N; `plan` shows it. Other arguments with one row for each sample, such
-    as attention masks, are selected too: the first call finds them by a run of the branch without values. Branches with
-    batch norm are refused, and so are KV caches.
+    samples that are kept, which saves their time. Each call keeps N (1 - p) random samples; if this is no integer, the
+    next smaller or larger number, such that the mean is N (1 - p). If none is kept, the branch runs on one, whose
+    result is not used. Other arguments with one row for each sample, such as attention masks, are selected too: the
+    first call finds them by a run of the branch without values. Branches with batch norm are refused, and so are KV
+    caches.
 
     Args:
         p: probability of dropping a sample, in [0, 1].
@@ -113,7 +115,7 @@ class DropPath(DropRegularizer):
         tensor([0., 0., 2., 2., 2., 0., 2., 0.])
 
     Reference: Huang et al. 2016, "Deep networks with stochastic depth", arXiv:1603.09382. `mode="subset"`: Oquab et al.
-    2023, "DINOv2", arXiv:2304.07193, section 5.
+    2023, "DINOv2", arXiv:2304.07193, section 5, where the number of kept samples is rounded down, and at least 1.
     """
 
     axes = "N ..."
@@ -167,8 +169,8 @@ class DropPath(DropRegularizer):
             return place_text(self.samples, shape)
         if self.mode != "subset":
             return f"N={shape[0]}"
-        kept = _kept(shape[0], self.p)
-        return f"N={shape[0]}, keeps {kept} (p={1 - kept / max(shape[0], 1):.3g})"
+        least, fraction = _kept(shape[0], self.p)
+        return f"N={shape[0]}, keeps {least}" + f" or {least + 1}" * (fraction > _ROUNDING)
 
     @property
     def independent_samples(self) -> bool:
@@ -179,12 +181,13 @@ class DropPath(DropRegularizer):
 
     def select_rows(self, x: Tensor, p: float) -> Tensor | None:
         """Draw the samples that a branch runs on; None for all of them."""
-        kept = _kept(len(x), p)
-        return None if kept >= len(x) else torch.randperm(len(x), device=x.device)[:kept]
+        least, fraction = _kept(len(x), p)
+        kept = least + int(torch.rand((), dtype=torch.float32, device="cpu") < fraction)  # nothing waits for a GPU
+        return None if kept == len(x) and not self.scale else torch.randperm(len(x), device=x.device)[:kept]
 
     def regularize(self, x: Tensor, rate: Any, rows: Tensor | None = None, samples: SampleRows | None = None) -> Tensor:
         if rows is not None:
-            return _keep(x, ~_others(x, rows), len(x) / len(rows) if self.scale else 1.0)
+            return _keep(x, ~_others(x, rows), keep_scale(rate) if self.scale else 1.0)
         return drop_path(x, rate, self.mode, scale=self.scale, rows=rows_in_call(self.samples, samples))
 
 

@@ -164,7 +164,6 @@ LACKS: dict[str, dict[str, str]] = {
     "DropKey": {"mean_is_kept": "the softmax rescales"},
     "DropPath (unscaled)": {"mean_is_kept": "scale=False"},
     "HeadDropout": {"p_means_p": "one head is always kept"},
-    "DropPath (subset)": {"p_means_p": "the number of samples that it keeps is fixed, and at least 1"},
     "HeadDropout (interleaved)": {"p_means_p": "one head is always kept"},
     "LayerDrop": {"mean_is_kept": "it does not rescale"},
     "MixStyle": dict.fromkeys(("gradient_is_the_derivative", "gradient_has_a_derivative"), _OWN_GRADIENT),
