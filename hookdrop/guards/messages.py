@@ -123,9 +123,7 @@ MESSAGES = {
     ),
     "not_advancing": (
         "{it.name!r} is still at step {it.state.step_count} of {it.state.schedule}: its schedule is not advancing, "
-        "because {it.why}.\n"
-        "  after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   "
-        "or: drop.seek(global_step)"
+        "because {it.why}.\n  {it.advice}"
     ),
     "too_fast": (
         "{it.name!r}: its schedule advanced {it.state.live.moves} times during {it.updates} updates of the weights, so "
@@ -136,6 +134,11 @@ MESSAGES = {
         "{it.name!r}: its schedule advanced {it.state.live.moves} times during {it.updates} updates of the weights: a "
         "schedule counts optimizer steps, not epochs.\n"
         "  drop.follow(optimizer), or drop.step() after each optimizer.step()"
+    ),
+    "other_optimizer": (
+        "{it.name!r}: the optimizer that it follows has no parameter of the model, and took {it.state.live.moves} steps "
+        "during {it.updates} updates of the weights.\n"
+        "  follow the one that trains the model: drop.follow(None).follow(optimizer)"
     ),
     "ended_early": (
         "{it.name!r}: {it.state.schedule} ended long ago: the training is at step {it.state.step_count}. A schedule "

@@ -25,7 +25,7 @@ from hookdrop.core.torch_internals import dispatch_modes, functorch_stack, param
 from hookdrop.guards.messages import find, warn_each
 from hookdrop.guards.problems import CHANGES, USE, Comparison, check_first_shape, shape_warnings
 
-PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "too_slow", "ended_early", "restarted")
+PROGRESS = ("optimizer_gone", "not_advancing", "too_fast", "too_slow", "other_optimizer", "ended_early", "restarted")
 UPDATES_BEFORE_WARNING = 20
 """Weight updates before a warning is raised. Gradient accumulation, recurrent calls and validation do not update."""
 MOST_EPOCHS = 100  # a schedule that ends after so few steps may be one that counts epochs
@@ -128,6 +128,10 @@ def schedule_problems(state: InjectionState, trained: bool | None = None) -> dic
     return find(kinds, Progress(state, trained)) if kinds and not state.removed else {}
 
 
+_COUNT = "after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   or: drop.seek(global_step)"
+_FOLLOW_ANOTHER = "follow the one that steps: drop.follow(None).follow(optimizer)   or, after follow(None): drop.step()"
+
+
 class Progress:
     """The steps of a schedule, and the updates of the weights."""
 
@@ -141,8 +145,11 @@ class Progress:
         can_advance = state.step_count < end if end is not None else not (live.was_stepped or state.followed)
         self._due = can_advance and not live.has_lost_all_hooks
         self._end = end or 0
-        idle = "the optimizer that it follows does not step"
-        self.why = idle if state.followed else "nothing calls step(), seek() or follow()"
+        self.why, self.advice = "nothing calls step(), seek() or follow()", _COUNT
+        if state.followed:
+            self.why, self.advice = "the optimizer that it follows does not step", _FOLLOW_ANOTHER
+        self._fast = live.moves >= 2 * self.updates >= 2 * UPDATES_BEFORE_WARNING
+        self._slow = live.moves >= 2 and self.updates >= max(10, 5 * state.step_count)
 
     @property
     def optimizer_gone(self) -> bool:
@@ -161,14 +168,19 @@ class Progress:
     @property
     def too_fast(self) -> bool:
         """The schedule advanced at least twice as often as the weights were updated, over 20 updates or more."""
-        fast = self.state.live.moves >= 2 * self.updates >= 2 * UPDATES_BEFORE_WARNING
-        return self._due and not self.state.followed and fast
+        return self._due and not self.state.followed and self._fast
 
     @property
     def too_slow(self) -> bool:
         """`step()` was called at least twice, and the weights were updated five times as often, over 10 times."""
-        rare = self.state.live.moves >= 2 and self.updates >= max(10, 5 * self.state.step_count)
-        return self._due and not self.state.followed and rare
+        return self._due and not self.state.followed and self._slow
+
+    @property
+    def other_optimizer(self) -> bool:
+        """The optimizer that it follows has no parameter of the model, and steps much more or less often than that."""
+        live, counter = self.state.live, self.state.live.update_counter
+        differs = self._due and self.state.followed and counter is not None and (self._fast or self._slow)
+        return differs and not counter.is_trained_by(live.follower.optimizer)
 
     @property
     def ended_early(self) -> bool:

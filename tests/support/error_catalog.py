@@ -450,6 +450,11 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(3):
     train(model, 10, optimizer)
     drop.step()
+# the optimizer of another model
+model, drop = injected(schedule=LinearSchedule(steps=1000))
+drop.follow(other := torch.optim.SGD(mlp().parameters(), 0.1))
+for _ in range(40):
+    train(model, 1, torch.optim.SGD(model.parameters(), 0.1)), other.step(), other.step()
 # a schedule in epochs
 model, drop = injected(schedule=LinearSchedule(steps=1))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -73,8 +73,22 @@ class TestSchedules:
         if how == "stopped following":
             drop.follow(None)
         why = "the optimizer that it follows" if how == "another optimizer" else "nothing calls step"
-        with pytest.warns(HookdropWarning, match=f"is still at step 1 of LinearSchedule.*because {why}"):
+        fix = r"drop.follow\(None\).follow" if how == "another optimizer" else r"drop.follow\(optimizer\)"
+        with pytest.warns(HookdropWarning, match=f"(?s)still at step 1 of LinearSchedule.*because {why}.*{fix}"):
             optimize(model, 2 * UPDATES_BEFORE_WARNING)
+
+    @pytest.mark.parametrize(("own", "others"), [(1, 5), (5, 1)])
+    def test_an_optimizer_of_another_model_warns_if_it_steps_more_or_less_often(self, own: int, others: int) -> None:
+        """As the discriminator's beside a generator."""
+        (model, drop, optimizer), other = training(), mlp()
+        drop.follow(sgd_of_other := sgd(other))
+        with pytest.warns(HookdropWarning, match=r"(?s)has no parameter of the model.*drop.follow\(None\).follow") as caught:
+            for _ in range(2 * UPDATES_BEFORE_WARNING):
+                optimize(model, own, optimizer)
+                optimize(other, others, sgd_of_other, torch.ones(2, 8))
+        assert len(caught) == 1
+        drop.follow(None).follow(optimizer).seek(0)
+        assert drop.check() == []
 
     def test_finished_schedule_does_not_warn(self) -> None:
         """Also if the followed optimizer is deleted."""
