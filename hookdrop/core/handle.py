@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hookdrop.core import compiling, events, state_dict
 from hookdrop.core.arguments import CopyDevice, count, named_arguments, number
-from hookdrop.core.errors import InjectionError
+from hookdrop.core.errors import InjectionError, did_you_mean
 from hookdrop.core.follow import Follower, innermost
 from hookdrop.core.parts import PARTS
 from hookdrop.core.registry import remove_sinks, sinks_of
@@ -78,6 +78,15 @@ class Injection:
         self._placed = tuple(sinks)
 
     # --- the set: copying or pickling a handle includes its model
+
+    def __setattr__(self, name: str, value: object) -> None:
+        known = [one for one, item in vars(Injection).items() if isinstance(item, property) and item.fset]
+        if name in ("p", "keep_prob"):
+            target = value if name == "p" or not isinstance(value, float) else 1.0 - value
+            raise AttributeError(f"{name} is the current rate.\n  to change it: drop.target_p = {target:g}")
+        if not name.startswith("_") and name not in known:
+            raise AttributeError(f"an injection has no {name!r} to set.{did_you_mean(name, known)}")
+        object.__setattr__(self, name, value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Injection) and other._states == self._states
@@ -150,15 +159,15 @@ class Injection:
             )
         return model
 
-    def _common(self, what: str, values: Mapping[str, Any]) -> Any:
-        """Return the value that all names share."""
-        distinct = list(values.values())
-        if not distinct:
+    def _common(self, what: str) -> Any:
+        """Return the value of an attribute that all states share."""
+        values = [(state.name, getattr(state, what)) for state in self._states]
+        if not values:
             raise InjectionError(f"{what}: there is no injection here.")
-        if any(value != distinct[0] for value in distinct):
-            each = ", ".join(f"{name!r} {value}" for name, value in values.items())
+        if any(value != values[0][1] for _, value in values):
+            each = ", ".join(f"{name!r} {value}" for name, value in values)
             raise InjectionError(f"{what} differs: {each}.\n  for one of them: find(model)[name].{what}")
-        return distinct[0]
+        return values[0][1]
 
     # --- what and where
 
@@ -175,12 +184,12 @@ class Injection:
     @property
     def schedule(self) -> Schedule:
         """The schedule of the rate; `ConstantSchedule()` if none was given. An `InjectionError` if it differs."""
-        return self._common("schedule", {state.name: state.schedule for state in self._states})
+        return self._common("schedule")
 
     @property
     def step_count(self) -> int:
         """Number of optimizer steps taken. An `InjectionError` if the injections are at different steps."""
-        return self._common("step_count", {state.name: state.step_count for state in self._states})
+        return self._common("step_count")
 
     @property
     def spec(self) -> InjectionSpec:
@@ -204,10 +213,6 @@ class Injection:
         """
         units = list(self._units.values())
         return current_rate(units[0]) if len(units) == 1 else None
-
-    @p.setter
-    def p(self, value: float) -> None:
-        raise AttributeError(f"p is the current rate.\n  to change it: drop.target_p = {value}")
 
     @property
     def keep_prob(self) -> float | None:
@@ -279,7 +284,7 @@ class Injection:
         Returns:
             This handle.
         """
-        self._check_not_removed("follow()")
+        self._require_any("follow()")
         if optimizer is None:
             for state in self._states:
                 state.unfollow()
@@ -508,12 +513,14 @@ class Injection:
         """Return rates and steps as a flat dict for any logger, with keys under `hookdrop/<name>/`."""
         self._check_not_removed("metrics()")
         found: dict[str, float] = {}
-        for one in self:
+        for index, state in enumerate(self._present):
+            one, earlier = self._only([state]), [other.name for other in self._present[:index]]
             numbers = {unit: current_rate(sinks) for unit, sinks in one._units.items()}
             if one.keep_prob is not None:
                 numbers["keep_prob"] = one.keep_prob
             numbers |= {"step": float(one.step_count), "enabled": float(one.enabled)}
-            found |= {f"hookdrop/{one.name}/{key}": value for key, value in numbers.items()}
+            name = f"{state.name}{earlier.count(state.name) + 1}" if state.name in earlier else state.name
+            found |= {f"hookdrop/{name}/{key}": value for key, value in numbers.items()}
         return found
 
     def __repr__(self) -> str:

@@ -54,6 +54,7 @@ class UpdateCounter:
         """The module and name of the weight. A weak reference to the parameter itself would prevent swapping it."""
         weight = self._weight()
         self._first_version = self._version = None if weight is None else version_of(weight)
+        self._seen = id(weight)
         self.sampler: str | None = None  # the site in whose calls values of the weights are read
         self._values: list[float] | None = None
 
@@ -102,8 +103,10 @@ class UpdateCounter:
         """Count an update if the weight's version or, if it `samples`, values changed, or `after` a step."""
         weight, live = self._weight(), state.live
         before, self._version = self._version, None if weight is None else version_of(weight)
-        # Fused kernels and writes to `.data`, as of fastai's optimizers, do not increment the version.
-        changed = before != self._version or (after is not None and self.is_trained_by(after))
+        seen, self._seen = self._seen, id(weight)
+        # In `functional_call`, it is another tensor. Fused kernels and writes to `.data`, as of fastai's optimizers, do
+        # not increment the version.
+        changed = (seen == self._seen and before != self._version) or (after is not None and self.is_trained_by(after))
         if changed:
             self._values = None
         elif samples:

@@ -20,7 +20,7 @@ from hookdrop.core.selection import layers_by_name
 from hookdrop.core.sink import CompanionHook
 from hookdrop.core.tensor_tree import bind_arguments, fits, parameter_names, tensors
 from hookdrop.core.torch_internals import graph_task, skip_frames_of, when_compiler_is_imported
-from hookdrop.methods.calls import CallValue
+from hookdrop.methods.calls import CallValue, partial_calls
 from hookdrop.regularizers.samples import SampleRows
 
 MASK, SAMPLES = "attention_mask", "samples"
@@ -60,7 +60,7 @@ class Collected:
         """Return what `regularize` gets in the innermost call."""
         if not is_compiling():
             self._settle(hook)
-        found = {need: one.value for need, one in self.calls.items()}
+        found = {need: _of_kept_samples(one.value) for need, one in self.calls.items()}
         if SAMPLES in found:
             batch, place = found[SAMPLES], self.samples
             found[SAMPLES] = place and SampleRows(*place[1:], None if batch is None else batch.shape[0])
@@ -100,7 +100,15 @@ def _start(hook: Any, need: str, frame: FrameType | None, module: nn.Module, arg
     calls = hook.collected.calls[need]
     if frame is not None:
         calls.settle()
-    calls.start(value, frame)
+    calls.start((value, len(partial_calls.stack)), frame)
+
+
+def _of_kept_samples(collected: tuple[Any, int] | None) -> Any:
+    """Return the rows of a value that layers in between, which run on some of the samples, have kept."""
+    value, around = collected or (None, 0)
+    for hook in partial_calls.stack[around:] if value is not None else ():
+        value = value[hook.calls.value.runs_on]
+    return value
 
 
 def _end_call(hook: Any, need: str, *_: Any) -> None:

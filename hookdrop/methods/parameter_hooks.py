@@ -26,8 +26,9 @@ from hookdrop.core.errors import InjectionError, LayerError
 from hookdrop.core.regularizer import Regularizer
 from hookdrop.core.tables import some
 from hookdrop.core.tensor_tree import TensorKey, detached_copy, fits
-from hookdrop.core.torch_internals import version_of
+from hookdrop.core.torch_internals import storage_of, version_of
 from hookdrop.methods.around import Around
+from hookdrop.methods.calls import has_ended
 from hookdrop.training.checkpointing import running_checkpoint
 
 START = "start"
@@ -115,8 +116,8 @@ class _Shown(dict[str, Any]):
     def __init__(self, parameters: dict[str, Any], values: dict[str, Any], hook: ParameterHook) -> None:
         super().__init__(parameters)
         self.read: dict[str, Any] = getattr(parameters, "read", {}) | values
-        self.versions = [(x, version_of(x)) for x in values.values() if not x.is_inference()]
-        self.hook = hook
+        self.states = [(x, _state(x)) for x in values.values() if not x.is_inference()]
+        self.hook, self.frame = hook, hook.calls.frames[-1]
         # Without gradients, nothing is recomputed; inside a reentrant checkpoint, its recompute gets here again.
         self.checkpoint = running_checkpoint() if torch.is_grad_enabled() else None
 
@@ -124,7 +125,8 @@ class _Shown(dict[str, Any]):
         return name in self.read or super().__contains__(name)
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self.read:
+        # After an interrupt, PyTorch calls no hook that would put the parameters back.
+        if name not in self.read or (not is_compiling() and self.frame and has_ended(self.frame)):
             return super().__getitem__(name)
         if self.checkpoint is not None and not is_compiling() and self.checkpoint != running_checkpoint():
             raise InjectionError(
@@ -227,12 +229,6 @@ class ParameterHook(Around):
         """Show the parameters again. `before` has the attributes that the call replaced; None if there was none."""
         attributes = vars(module)
         shown = attributes["_parameters"] if "_parameters" in before else None
-        if shown is not None and any(version_of(x) != version for x, version in shown.versions):
-            self.state.warn_once(
-                "changed parameter",
-                f"{self.where}: the forward changed a regularized parameter in place (max_norm? clamp_?), which the "
-                "parameter itself does not see.\n  change it outside of the forward, or hook the output.",
-            )
         if shown is not None:
             before["_parameters"].update(shown)  # what the forward has set
         for name, value in before.items():  # in place: compiled code guards on the order of attributes
@@ -240,3 +236,15 @@ class ParameterHook(Around):
                 attributes.pop(name, None)
             else:
                 attributes[name] = value
+        # Last, because a warning may be an error.
+        if shown is not None and any(_state(x) != state for x, state in shown.states):
+            self.state.warn_once(
+                "changed parameter",
+                f"{self.where}: the forward changed a regularized parameter in place (max_norm? clamp_? .data?), which "
+                "the parameter itself does not see.\n  change it outside of the forward, or hook the output.",
+            )
+
+
+def _state(x: Tensor) -> tuple[int, int]:
+    """Return what changes with a tensor: its version, and its memory."""
+    return version_of(x), storage_of(x)

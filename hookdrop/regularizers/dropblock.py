@@ -209,6 +209,8 @@ class DropBlock(DropRegularizer):
         return self.normalize != "batch"
 
     def regularize(self, x: Tensor, rate: Any) -> Tensor:
+        if not isinstance(rate, Tensor) and not 0.0 <= rate <= 1.0:  # set on the layer
+            P.valid(rate, self.title)
         return _drop_block(x, rate, self.block_size, self.channel_dim, self.per_channel, self.gamma, self.normalize)
 
 
