@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from hookdrop.core.errors import ShapeError, did_you_mean
+from hookdrop.core.errors import did_you_mean
 
 # --- values
 
@@ -68,19 +68,11 @@ def count(value: Any, name: str, owner: str, low: int = 1) -> int:
             raise TypeError
         result = operator.index(value)
     except TypeError:
-        hint = f"\n  write {name}={int(value)}" if isinstance(value, float) and math.isfinite(value) else ""
+        hint = f"\n  write {name}={max(int(value), low)}" if isinstance(value, float) and math.isfinite(value) else ""
         raise TypeError(f"{owner}: {name} must be an integer, got {value!r} ({type(value).__name__}).{hint}") from None
     if result < low:
         raise ValueError(f"{owner}: {name} must be at least {low}, got {result}.")
     return result
-
-
-def given_channel_axis(shape: Sequence[int], channel_dim: object, owner: str) -> int:
-    """Return `channel_dim`, which may count from the end, as an axis other than the first."""
-    rank, axis = len(shape), count(channel_dim, "channel_dim", owner, -5)
-    if not -rank < axis < rank or axis == 0:
-        raise ShapeError(f"got {tuple(shape)}: channel_dim={axis} is not one of its axes 1 to {rank - 1}.")
-    return axis % rank
 
 
 def one_of(value: object, name: str, owner: str, allowed: tuple[object, ...]) -> Any:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hookdrop.core import compiling, events, state_dict
 from hookdrop.core.arguments import CopyDevice, count, named_arguments, number
-from hookdrop.core.errors import InjectionError, did_you_mean
+from hookdrop.core.errors import InjectionError
 from hookdrop.core.follow import Follower, innermost
 from hookdrop.core.parts import PARTS
 from hookdrop.core.registry import remove_sinks, sinks_of
@@ -80,12 +80,10 @@ class Injection:
     # --- the set: copying or pickling a handle includes its model
 
     def __setattr__(self, name: str, value: object) -> None:
-        known = [one for one, item in vars(Injection).items() if isinstance(item, property) and item.fset]
-        if name in ("p", "keep_prob"):
-            target = value if name == "p" or not isinstance(value, float) else 1.0 - value
-            raise AttributeError(f"{name} is the current rate.\n  to change it: drop.target_p = {target:g}")
-        if not name.startswith("_") and name not in known:
-            raise AttributeError(f"an injection has no {name!r} to set.{did_you_mean(name, known)}")
+        if not name.startswith("_") and name not in ("target_p", "enabled"):
+            raise AttributeError(
+                f"{name} cannot be set.\n  the rate: drop.target_p = 0.1   on or off: drop.enabled = False"
+            )
         object.__setattr__(self, name, value)
 
     def __eq__(self, other: object) -> bool:

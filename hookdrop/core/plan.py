@@ -22,6 +22,7 @@ from hookdrop.core.selection import (
     Entry,
     Layer,
     entry_text,
+    glob_expression,
     hookable,
     select,
     values_by_entry,
@@ -167,10 +168,12 @@ def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = N
         with hooks_removed(model):  # an injection is no part of the model that a survey runs
             is_recipe = isinstance(spec.source, Recipe)
             unmatched = PARTS["run_recipe"](plan, lazy, given) if is_recipe else _select_layers(plan, lazy)
-    for entry in unmatched:
-        # `exclude="layer4"` names one module, not its submodules.
-        hint = f"; to exclude its submodules: '{entry}.**'" if isinstance(entry, str) and "*" not in entry else ""
-        plan.warnings.append(f"exclude {entry_text(entry)} matches none of the selected layers{hint}.")
+    names = [site.name for site in plan.sites]
+    for entry in unmatched:  # `exclude="layer4"` names one module, not its submodules
+        inside = isinstance(entry, str) and any(map(glob_expression(f"{entry}.**").fullmatch, names))
+        hint = f"'{entry}.**' would exclude what is inside" if inside else f"these are {some(names)}"
+        fact = "matches none of the selected layers, so it does nothing"
+        plan.warnings.append(f"exclude {entry_text(entry)} {fact}: {hint}.")
     changed = [site for site in plan.sites if site.constant is None]
     for site in changed or plan.sites:
         _check_rate(site, schedule)

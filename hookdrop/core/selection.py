@@ -336,6 +336,22 @@ def no_hooks(module: nn.Module) -> str:
     )
 
 
+def unregistered(layers: Sequence[Layer]) -> str:
+    """Return a line about modules that a plain list or dict holds, and that are therefore no part of the model."""
+    known = {one for layer in layers for one in (layer.module, *layer.wrappers)}
+
+    def unknown(value: Any) -> list[Any]:
+        inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+        return [one for one in inside if issubclass(type(one), nn.Module) and one not in known]
+
+    tables = [(layer.name, vars(layer.module)) for layer in layers]
+    found = [
+        f"{name}.{key}".lstrip(".") for name, own in tables for key in own if key != "_modules" and unknown(own[key])
+    ]
+    advice = "a plain list or dict, so they are no part of the model: use nn.ModuleList or nn.ModuleDict"
+    return f"  {some(found)} has modules in {advice}.\n" if found else ""
+
+
 def _match_or_raise(everything: list[Layer], entry: Entry, source: str) -> tuple[list[Layer], bool]:
     found, exact = matches(everything, entry)
     if not found:
@@ -375,10 +391,10 @@ def _glob_matches(pattern: str, layer: Layer) -> bool:
 
 
 def _no_match_message(everything: list[Layer], entry: Entry, source: str) -> str:
-    model, hints = type(everything[0].module).__name__, ""
+    model, hints, lists = type(everything[0].module).__name__, "", unregistered(everything)
     if isinstance(entry, nn.Module):
         found = type(entry).__name__
-        return f"{source} contains a {found} that is not part of this {model} (part of a copy?).\n{_SEE_ALL}"
+        return f"{source} contains a {found} that is not part of this {model} (part of a copy?).\n{lists}{_SEE_ALL}"
     if isinstance(entry, str) and not re.search(r"[*?[]", entry):
         fact = f"names a module that {model} does not have"
     else:
@@ -389,7 +405,7 @@ def _no_match_message(everything: list[Layer], entry: Entry, source: str) -> str
     if isinstance(entry, type):
         classes = sorted({type(layer.module).__name__ for layer in everything})
         hints = f"  available:    {', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}\n"
-    return f"{source} {fact}.\n  requested:    {entry_text(entry)}\n{hints}{_SEE_ALL}"
+    return f"{source} {fact}.\n  requested:    {entry_text(entry)}\n{hints}{lists}{_SEE_ALL}"
 
 
 def _suggestion(everything: list[Layer], text: str) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, TypeGuard
 
@@ -92,22 +91,6 @@ def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
 def map_tensors(value: Any, fn: Callable[[Tensor], Any]) -> Any:
     """Return `value` with `fn` applied to all of its tensors."""
     return map_leaves(value, lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf)
-
-
-def with_rows(value: Any, which: Collection[int], rows: Tensor) -> tuple[Any, dict[int, tuple[Tensor, Tensor]]]:
-    """Return `value` with these rows of some of its tensors, given by their order, and (new, old) by the id of the new.
-
-    A tensor that occurs several times does so in the result too.
-    """
-    number, chosen = itertools.count(), dict[int, tuple[Tensor, Tensor]]()
-
-    def change(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and next(number) in which:
-            return chosen.setdefault(id(leaf), (leaf[rows.to(leaf.device)], leaf))[0]
-        return leaf
-
-    value = map_leaves(value, change)
-    return value, {id(pair[0]): pair for pair in chosen.values()}
 
 
 def describe(value: Any) -> str:

@@ -136,8 +136,8 @@ MESSAGES = {
         "  drop.follow(optimizer), or drop.step() after each optimizer.step()"
     ),
     "other_optimizer": (
-        "{it.name!r}: the optimizer that it follows has no parameter of the model, and took {it.state.live.moves} steps "
-        "during {it.updates} updates of the weights.\n"
+        "{it.name!r}: the optimizer that it follows has no parameter of the model, and took {it.state.live.moves} "
+        "steps during {it.updates} updates of the weights.\n"
         "  follow the one that trains the model: drop.follow(None).follow(optimizer)"
     ),
     "ended_early": (

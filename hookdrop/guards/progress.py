@@ -131,7 +131,9 @@ def schedule_problems(state: InjectionState, trained: bool | None = None) -> dic
     return find(kinds, Progress(state, trained)) if kinds and not state.removed else {}
 
 
-_COUNT = "after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   or: drop.seek(global_step)"
+_COUNT = (
+    "after inject: drop.follow(optimizer)   or after each optimizer.step(): drop.step()   or: drop.seek(global_step)"
+)
 _FOLLOW_ANOTHER = "follow the one that steps: drop.follow(None).follow(optimizer)   or, after follow(None): drop.step()"
 
 
@@ -183,7 +185,7 @@ class Progress:
         """The optimizer that it follows has no parameter of the model, and steps much more or less often than that."""
         live, counter = self.state.live, self.state.live.update_counter
         differs = self._due and self.state.followed and counter is not None and (self._fast or self._slow)
-        return differs and not counter.is_trained_by(live.follower.optimizer)
+        return bool(differs and live.follower and not counter.is_trained_by(live.follower.optimizer))
 
     @property
     def ended_early(self) -> bool:

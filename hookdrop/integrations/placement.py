@@ -16,6 +16,16 @@ from hookdrop.core.tables import counted
 from hookdrop.training.seeding import seed_per_rank
 
 
+def _check_length(placed: Injection, total_steps: int | None) -> None:
+    (state,), end = placed._states, placed.schedule.settles_at
+    if total_steps is not None and end is not None and end > total_steps:
+        state.warn_once(
+            "longer",
+            f"{state.name!r}: {state.schedule} ends at step {end}, but the training at step {total_steps}.\n"
+            "  a float is a fraction of the training: LinearSchedule(steps=1.0)",
+        )
+
+
 class Placement:
     """Places specs, or mappings of their settings, on a model: all or none. `specs` may come from a file."""
 
@@ -45,6 +55,7 @@ class Placement:
         try:
             for spec in self._specs:
                 placed = inject(model, spec, total_steps=total_steps)
+                _check_length(placed, total_steps)
                 earlier = [] if self._injection is None else self._injection._sinks
                 self._injection = Injection(model, [*earlier, *placed._sinks])
             if self.pending:

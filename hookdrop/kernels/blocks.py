@@ -15,6 +15,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from hookdrop.core.arguments import count
+from hookdrop.core.errors import ShapeError
 from hookdrop.core.torch_internals import PLAIN_TYPES, dispatch_modes, functorch_stack, is_tracing
 
 
@@ -211,3 +213,11 @@ def _cover_counts(sizes: Sequence[int], blocks: Sequence[int]) -> tuple[tuple[in
         cover = product
     total = sum(cover.values())
     return tuple((n, times / total) for n, times in cover.items())
+
+
+def given_channel_axis(shape: Sequence[int], channel_dim: object, owner: str) -> int:
+    """Return `channel_dim`, which may count from the end, as an axis other than the first."""
+    rank, axis = len(shape), count(channel_dim, "channel_dim", owner, -5)
+    if not -rank < axis < rank or axis == 0:
+        raise ShapeError(f"got {tuple(shape)}: channel_dim={axis} is not one of its axes 1 to {rank - 1}.")
+    return axis % rank

@@ -265,4 +265,8 @@ def why_idle(sink: RateSink) -> str:
         return f"its rate is {sink.p:g} at step {state.step_count} of {state.schedule} (at another: probe(x, step=...))"
     if isinstance(sink, DropoutSink):
         return "it did not run in training mode, or drops in a way that cannot be measured"
-    return "it was not called in training mode" if sink.called else "the layer was never called"
+    return (
+        "it was not called in training mode (the layer is in eval mode?)"
+        if sink.called
+        else "the layer was never called"
+    )

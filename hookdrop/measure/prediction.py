@@ -221,9 +221,9 @@ def predict(
     call: Callable[..., Any] | None,
 ) -> Prediction:
     """Sample `model` on `data` inside `sampling`, which activates `sinks`. See `Injection.predict`."""
-    if count(samples, "samples", "predict") == 1:
+    if count(samples, "samples", "predict", 0) < 2:
         raise ValueError(
-            "predict: samples must be at least 2, got 1: one sample has no variance.\n"
+            f"predict: samples must be at least 2, got {samples}: one sample has no variance.\n"
             "  one sample: with drop.sampling(), torch.no_grad(): model(x)"
         )
     one_of(activation, "activation", "predict", ("softmax", "sigmoid", None))

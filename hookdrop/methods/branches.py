@@ -8,10 +8,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from hookdrop.core.errors import InjectionError, LayerError
 from hookdrop.core.recipe import Recipe, RecipeSite
+from hookdrop.core.selection import named_layers, unregistered
 from hookdrop.core.tables import counted, some
 from hookdrop.regularizers import Dropout, DropPath, LayerDrop
 from hookdrop.survey.branches import Branch
@@ -273,6 +275,7 @@ def _require_branches(recipe: Recipe, model: nn.Module, survey: Survey) -> Seque
         what = f"no hook can reach the end of those in {some([one or 'the model' for one in blocks])}: {reasons[0]}\n"
     raise LayerError(
         f"{type(recipe).__name__} found no residual branch in {type(model).__name__}: {what}"
+        f"{unregistered(named_layers(model))}"
         "  choose the layers yourself: inject(model, ..., layers=...)\n"
         "  see all:                    print(hookdrop.layers(model))"
     )
@@ -283,7 +286,7 @@ def _skipped_warnings(survey: Survey, known: set[str], refused: Iterable[tuple[s
     others = [name for name in _like(survey, known) if name not in known]
     found = [
         *((f"{reason}.", name) for reason, name in refused if reason),
-        *(("the example does not call them.", name) for name in others if name not in survey.layers),
+        *((_why_unseen(survey, name), name) for name in others if name not in survey.layers),
         *((why, name or "the model") for name, why in survey.gaps[0].items()),
         *(("their attention is in no residual branch.", name) for name in _apart(survey, known)),
     ]
@@ -291,6 +294,12 @@ def _skipped_warnings(survey: Survey, known: set[str], refused: Iterable[tuple[s
     for reason, name in found:
         reasons.setdefault(reason, {})[name] = None
     return [f"skipped {counted(len(names), 'layer')}, {some(list(names))}: {why}" for why, names in reasons.items()]
+
+
+def _why_unseen(survey: Survey, name: str) -> str:
+    if isinstance(survey.model.get_submodule(name), torch.jit.ScriptModule):
+        return "torch.jit compiled them, so they run no hooks."
+    return "the example does not call them."
 
 
 def _apart(survey: Survey, known: set[str]) -> list[str]:

@@ -7,6 +7,7 @@ hook at the end of the same call, which also runs after an error, removes it.
 from __future__ import annotations
 
 import sys
+from functools import reduce
 from types import FrameType
 from typing import Any
 
@@ -106,9 +107,8 @@ def _start(hook: Any, need: str, frame: FrameType | None, module: nn.Module, arg
 def _of_kept_samples(collected: tuple[Any, int] | None) -> Any:
     """Return the rows of a value that layers in between, which run on some of the samples, have kept."""
     value, around = collected or (None, 0)
-    for hook in partial_calls.stack[around:] if value is not None else ():
-        value = value[hook.calls.value.runs_on]
-    return value
+    between = [] if value is None else partial_calls.stack[around:]
+    return reduce(lambda rows, hook: rows[hook.calls.value.runs_on], between, value)
 
 
 def _end_call(hook: Any, need: str, *_: Any) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from hookdrop.core.errors import InjectionError, LayerError
 from hookdrop.core.recipe import Recipe, RecipeSite
 from hookdrop.core.regularizer import P
-from hookdrop.core.selection import Layer, values_by_entry
+from hookdrop.core.selection import Layer, named_layers, unregistered, values_by_entry
 from hookdrop.core.tables import some
 from hookdrop.survey.drop_rates import DropRate, DropRates, known_drop_rates
 from hookdrop.survey.facts import Survey
@@ -121,7 +121,9 @@ def _left_out(model: nn.Module, survey: Survey, changes: bool) -> list[str]:
         places += [(_drawing(model, line, names), names) for line, names in draws]
     left = [f"out of reach, so it stays as it is: {_where(what, layers)}" for what, layers in places]
     always = [(_drawing(model, line, names), names) for line, names in eval_mode.items()]
-    return left + [f"random in eval mode too: {_where(what, names)}" for what, names in always]
+    left += [f"random in eval mode too: {_where(what, names)}" for what, names in always]
+    lists = unregistered(named_layers(model)) if always or found.constants else ""
+    return left + [lists.strip()] * bool(lists)
 
 
 def _drawing(model: nn.Module, line: Any, names: Sequence[str]) -> str:

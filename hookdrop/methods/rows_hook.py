@@ -28,11 +28,11 @@ from hookdrop.core.tensor_tree import (
     map_leaves,
     map_tensor,
     tensors,
-    with_rows,
 )
 from hookdrop.core.torch_internals import functorch_stack, is_fake, version_of
 from hookdrop.methods.around import Around
 from hookdrop.methods.calls import partial_calls
+from hookdrop.regularizers.samples import with_rows
 
 if TYPE_CHECKING:
     from hookdrop.survey.subsets import Subset

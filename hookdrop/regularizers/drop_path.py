@@ -64,7 +64,7 @@ def _others(x: Tensor, rows: Tensor) -> Tensor:
 
 def _kept(samples: int, p: float | Tensor) -> tuple[Any, Any]:
     """The number of samples that `mode="subset"` keeps at least, and the probability of keeping one more."""
-    kept = samples * (1.0 - p) + _ROUNDING
+    kept: Any = samples * (1.0 - p) + _ROUNDING
     least = kept.floor() if isinstance(p, Tensor) else int(kept)
     return least, kept - least - _ROUNDING
 
@@ -170,7 +170,7 @@ class DropPath(DropRegularizer):
         if self.mode != "subset":
             return f"N={shape[0]}"
         least, fraction = _kept(shape[0], self.p)
-        return f"N={shape[0]}, keeps {least}" + f" or {least + 1}" * (fraction > _ROUNDING)
+        return f"N={shape[0]}, keeps {least}{f' or {least + 1}' if fraction > _ROUNDING else ''}"
 
     @property
     def independent_samples(self) -> bool:

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from hookdrop.core import torch_internals as internals
-from hookdrop.core.arguments import as_rate_tensor, count, floating, given_channel_axis, one_of
+from hookdrop.core.arguments import as_rate_tensor, count, floating, one_of
 from hookdrop.core.errors import InjectionError, ShapeError
 from hookdrop.core.regularizer import DropRegularizer, P, Rate, Regularizer, describe_map, nhwc_warnings
 from hookdrop.kernels import custom_ops
 from hookdrop.kernels.accelerators import ACCELERATORS
-from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for
+from hookdrop.kernels.blocks import GAMMA, Blocks, blocks_of, gamma_for, given_channel_axis
 from hookdrop.kernels.drawing import NORMALIZE, draw_blocks
 from hookdrop.kernels.masking import apply_mask
 from hookdrop.kernels.random_numbers import rand, randint

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hookdrop.core.arguments import count, floating, given_channel_axis, rate
+from hookdrop.core.arguments import count, floating, rate
 from hookdrop.core.errors import ShapeError
 from hookdrop.core.regularizer import Rate, Regularizer, check_axes, describe_map, nhwc_warnings
+from hookdrop.kernels.blocks import given_channel_axis
 from hookdrop.kernels.fixed_masks import fixed_masks, ones_per_mask
 
 MIN_CHANNELS = 10  # as in the authors' code; masks of fewer channels overlap by chance rather than by `scale`

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from hookdrop.core.errors import ShapeError
 from hookdrop.core.regularizer import SamplePlace
+from hookdrop.core.tensor_tree import map_leaves
 
 
 @dataclass(frozen=True)
@@ -77,3 +80,19 @@ def rows_in_call(place: SamplePlace | None, collected: SampleRows | None) -> Sam
             "  call the model, not a part of it; or remove samples=, if each row is a sample"
         )
     return SampleRows(*place[1:]) if collected is None else collected
+
+
+def with_rows(value: Any, which: Collection[int], rows: Tensor) -> tuple[Any, dict[int, tuple[Tensor, Tensor]]]:
+    """Return `value` with these rows of some of its tensors, given by their order, and (new, old) by the id of the new.
+
+    A tensor that occurs several times does so in the result too.
+    """
+    number, chosen = itertools.count(), dict[int, tuple[Tensor, Tensor]]()
+
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and next(number) in which:
+            return chosen.setdefault(id(leaf), (leaf[rows.to(leaf.device)], leaf))[0]
+        return leaf
+
+    value = map_leaves(value, change)
+    return value, {id(pair[0]): pair for pair in chosen.values()}

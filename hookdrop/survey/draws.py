@@ -23,7 +23,7 @@ from hookdrop.survey.record import modules_of
 
 
 class Line(NamedTuple):
-    """A line of code, outside of PyTorch, that calls a function of it."""
+    """A line of code that calls a function of PyTorch, outside of it if there is one."""
 
     function: str
     file: str
@@ -131,7 +131,10 @@ class _Run(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frames = list(_frames(sys._getframe(1)))
         self._arrive()
-        own = next(one for one in frames if not str(one.f_globals.get("__name__")).startswith("torch."))
+        outside = (one for one in frames if not str(one.f_globals.get("__name__")).startswith("torch."))
+        own = next(outside)
+        if str(own.f_globals.get("__name__")).startswith("hookdrop."):  # all of the model is PyTorch's
+            own = next((one for one in frames if one.f_code.co_name == "forward"), own)
         line = Line(getattr(function, "__name__", "?").strip("_"), own.f_code.co_filename, own.f_lineno)
         self._calls[line] += 1
         seed = zlib.crc32(repr((line, self._calls[line])).encode())

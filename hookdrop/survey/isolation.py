@@ -360,6 +360,8 @@ def call(model: Callable[..., Any], example: Any) -> Any:
         advice = "pass a tensor, a tuple of arguments or a dict of keyword arguments"
         if isinstance(example, tuple | list) and example and all(isinstance(size, int) for size in example):
             advice = f"pass a tensor, not its shape: torch.randn({', '.join(map(str, example))})"
+        elif hasattr(example, "__array__") and not isinstance(example, Tensor):
+            advice = "pass a tensor: torch.as_tensor(x)"
         raise InjectionError(
             f"the model does not accept this example, {describe(example)}:\n  {type(error).__name__}: {error}\n"
             f"  {advice}, on the model's device."

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hookdrop.core.errors import ShapeError
-from hookdrop.core.tensor_tree import TensorKey, describe, first_tensor, leaves_of, map_leaves, tensors, with_rows
+from hookdrop.core.tensor_tree import TensorKey, describe, first_tensor, leaves_of, map_leaves, tensors
 from hookdrop.core.torch_internals import HOOK_TABLES, BatchNorm
+from hookdrop.regularizers.samples import with_rows
 from hookdrop.survey.experiment import changes
 from hookdrop.survey.isolation import Arguments, forked_rng, other_hooks
 from hookdrop.survey.ops import PARTS

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from hookdrop.core import compiling
@@ -88,7 +89,9 @@ def layer_facts(layers: Sequence[Layer], survey: Survey | None) -> list[LayerFac
         if count and isinstance(module, nn.RNNBase):
             fits += ["LockedDropout: time steps", 'Dropout, at="parameters": weight_hh_*']
         if count == 0:
-            fits.append("overrides __call__, so hooks never run" if overrides_call(module) else "never called")
+            scripted = isinstance(module, torch.jit.ScriptModule)
+            why = "compiled by torch.jit" if scripted else "overrides __call__" if overrides_call(module) else ""
+            fits.append(f"{why}, so hooks never run" if why else "never called")
         own = tuple(value for layer, value in rates if layer == name and value > 0)
         found.append(LayerFacts(name, type(module).__name__, next(iter(shapes), None), count, tuple(fits), own))
     return found

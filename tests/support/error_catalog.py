@@ -115,7 +115,7 @@ def run(model: nn.Module, regularizer: Any, x: Any, layers: str = "0") -> None:
 def handle(schedule: Any = None) -> Any:
     """The handle of an injection whose model stays alive."""
     model, drop = injected(schedule=schedule)
-    drop.model = model
+    drop._kept = model
     return drop
 
 

@@ -82,10 +82,14 @@ class TestSchedules:
         """As the discriminator's beside a generator."""
         (model, drop, optimizer), other = training(), mlp()
         drop.follow(sgd_of_other := sgd(other))
-        with pytest.warns(HookdropWarning, match=r"(?s)has no parameter of the model.*drop.follow\(None\).follow") as caught:
+
+        def both() -> None:
             for _ in range(2 * UPDATES_BEFORE_WARNING):
                 optimize(model, own, optimizer)
                 optimize(other, others, sgd_of_other, torch.ones(2, 8))
+
+        with pytest.warns(HookdropWarning, match=r"(?s)has no parameter of the model.*follow\(None\).follow") as caught:
+            both()
         assert len(caught) == 1
         drop.follow(None).follow(optimizer).seek(0)
         assert drop.check() == []
