@@ -344,8 +344,8 @@ class Arrivals:
         """A function that drops with probability `rate`."""
         if (source := self._source(rate, self._sources)) is not None:
             self.ops.setdefault(source[0], []).append(op)
-        elif rate and op.is_hidden:
-            self._add_hidden(op)
+        elif rate and op.is_hidden and op.call:
+            self.hidden.append(op.call.name)
         elif rate and not isinstance(rate, Node):
             self.ops.setdefault(_constant(op, rate), []).append(op)
 
@@ -356,8 +356,8 @@ class Arrivals:
         """
         direct, complement = self._source(number, self._sources), self._source(number, self._complements)
         source, is_direct = direct or complement, direct is not None
-        if source is None and op.is_hidden:
-            self._add_hidden(op)
+        if source is None and op.is_hidden and op.call:
+            self.hidden.append(op.call.name)
         if source is None or (keeps is is_direct or (keeps is None and is_direct and source[1] >= 0.5)):
             return  # no number of the model, or it may be the probability to keep
         if user is None:
@@ -368,12 +368,6 @@ class Arrivals:
         shape = op.outputs[0].shape
         if len(shape) > 1 and op.outputs[0].size == shape[0]:
             self.per_sample.append(source[0])
-
-    def _add_hidden(self, op: Op) -> None:
-        """Add the module that runs hidden code: compiled ones in it, which have no calls in a trace, or itself."""
-        name = op.call.name if op.call else ""
-        inside = [one for one, module in self._modules.items() if isinstance(module, torch.jit.ScriptModule)]
-        self.hidden += [one for one in inside if one.rpartition(".")[0] == name] or [name]
 
     def is_aside(self, drop: Op) -> bool:
         """Whether a drop acts on no hidden states: only on attention weights, or on the input of an adapter."""

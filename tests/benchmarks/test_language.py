@@ -38,12 +38,6 @@ def test_no_window_of_words_is_in_two_paragraphs() -> None:
     assert [corpus._is_new(text, seen) for text in [*kept, "short", "short"]] == [True, True, False, True, True, False]
 
 
-def test_another_version_of_a_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "HOME", ("scikit-learn", "sklearn", "0.1"))
-    with pytest.raises(SystemExit, match="pip install scikit-learn==0.1"):
-        corpus.load()
-
-
 def test_splits_have_their_size_and_the_text_a_digest(text: corpus.Corpus) -> None:
     assert all(600 <= count < 1000 for count in text.words.values())
     assert len(bytes.fromhex(text.sha256)) == hashlib.sha256().digest_size

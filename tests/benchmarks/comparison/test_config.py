@@ -234,7 +234,3 @@ class TestStudy:
         """`ScaleActivationGrad` is the identity at 1, and stops all gradients at 0."""
         scaling = Arm(name="s", call="ScaleActivationGrad(factor=0.5)", p=0.5, layers=("x",))
         assert [is_identity_at_0(arm) for arm in (scaling, *self.study().arms)] == [False, False, True, True, True]
-
-    def test_no_two_arms_share_a_run(self) -> None:
-        keys = [run.key for entry in self.study().entries({}) for run in entry.runs.values()]
-        assert len(set(keys)) == len(keys) == 6 * 3

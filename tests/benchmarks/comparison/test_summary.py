@@ -175,13 +175,6 @@ class TestSummary:
         assert block.flags == ["a block covers its map"]
         assert (block.time, block.memory) == COST
 
-    def test_one_seed(self) -> None:
-        cell = make([4]).cell()
-        found = against(cell, "DropBlock")
-        assert (found.seeds, found.verdict, found.mde) == ([4], "cannot be distinguished", None)
-        assert arm_of(cell, "DropBlock").dropped_half is None
-        assert words(cell)[0].endswith("after Holm's correction over 2 variants is 1. Use 7 seeds or more.")
-
     def test_no_finished_runs(self, made: Made) -> None:
         made.records.clear()
         cell = made.cell()
@@ -259,13 +252,6 @@ class TestExcludedPairs:
         assert not cell.controls.paired
         assert arm_of(cell, "DropBlock").set_aside == {1: "no pair: initial weights or batches differ from none"}
         assert said(cell, "Warning: Did all variants of a seed have the same").endswith("? no.")
-
-    def test_failed_tuning_runs_are_listed(self, made: Made) -> None:
-        run = run_of(B, 50, stage="tuning")
-        made.records[run.key] = Record(run.key, run.model_dump(mode="json"), failure=Failure("nan", "the loss is nan"))
-        (failure,) = made.summary().failures
-        found = (failure.cell, failure.arm, failure.seed, failure.stage)
-        assert found == ("resnet18 on digits (all images)", "DropPath", 50, "tuning")
 
 
 class TestControls:

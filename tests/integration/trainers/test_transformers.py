@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from hookdrop import InjectionSpec, LinearSchedule, StateError, find
+from hookdrop import HookdropWarning, InjectionSpec, LinearSchedule, StateError, find
 from hookdrop.integrations.transformers import InjectionCallback
 from tests.support import transformers_models
 from tests.support.programs import ROOT
@@ -84,6 +84,11 @@ class TestSteps:
             trainer(tmp_path, callback, rates, **settings).train()
             assert callback.injection.schedule == LinearSchedule(steps=total)
             assert rates.rates == pytest.approx([0.3 * step / total for step in range(total)])
+
+    def test_a_schedule_that_is_longer_than_the_training_warns(self, tmp_path: Path) -> None:
+        spec = InjectionSpec("residual_dropout(p=0.3)", schedule="LinearSchedule(9)")
+        with pytest.warns(HookdropWarning, match="ends at step 9, but the training at step 8"):
+            trainer(tmp_path, InjectionCallback(spec)).train()
 
     def test_each_training_with_model_init_has_its_own_hooks(self, tmp_path: Path) -> None:
         """As in a hyperparameter search."""

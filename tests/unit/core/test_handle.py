@@ -185,6 +185,23 @@ class TestSeveralInjections:
             with pytest.raises(InjectionError):
                 use()
 
+    def test_injections_of_submodules_with_one_name_are_told_apart(self) -> None:
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
+        for part, p, steps in zip(model, (0.1, 0.4), (10, 5), strict=True):
+            inject(part, Dropout(p), layers="0", schedule=LinearSchedule(steps)).step(steps - 1)
+        both = find(model)
+        with pytest.raises(InjectionError, match="step_count differs: 'dropout' 9, 'dropout' 4"):
+            both.step_count  # noqa: B018
+        assert [both.metrics()[f"hookdrop/{name}/step"] for name in ("dropout", "dropout2")] == [9, 4]
+
+    @pytest.mark.parametrize("name", ["p", "keep_prob", "target", "drop_prob", "step_count"])
+    def test_only_what_can_be_set_is(self, name: str) -> None:
+        drop = inject(model := nn.Sequential(nn.Linear(4, 4)), Dropout(0.1), layers="0")
+        with pytest.raises(AttributeError, match=f"{name} cannot be set"):
+            setattr(drop, name, 0.5)
+        with pytest.raises(InjectionError, match="there is no injection here"):
+            find(nn.ReLU()).follow(torch.optim.SGD(model.parameters(), 0.1))
+
     def test_injections_are_probed_together(self, model: Small, images: torch.Tensor) -> None:
         inject(model, DropBlock(0.2, 3), layers="layer1.*", schedule=LinearSchedule(10))
         inject(model, Dropout(0.4), layers="fc", schedule=LinearSchedule(10))

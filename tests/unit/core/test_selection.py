@@ -363,3 +363,10 @@ def test_expressions_must_match_the_whole_name(model: Small) -> None:
 def test_unknown_names_get_suggestions(model: Small, entry: Any, hint: str) -> None:
     with pytest.raises(LayerError, match=re.escape(hint)):
         names(model, entry)
+
+
+@pytest.mark.parametrize("of", [lambda parts: "parts.*", lambda parts: parts[0]])
+def test_modules_in_a_plain_list_are_named(of: Any) -> None:
+    parts = [nn.Linear(4, 4)]
+    with pytest.raises(LayerError, match=r"'0.parts' has modules in a plain list.*use nn.ModuleList"):
+        names(nn.Sequential(toy(lambda m, x: x, parts=parts)), of(parts))

@@ -133,6 +133,7 @@ class TestContexts:
         with pytest.raises(error):
             model(x)
         assert shows_its_parameters(layer) == (error is ValueError)
+        assert layer.weight is dict(layer.named_parameters())["weight"]
         layer.fails = False
         if then == "remove":
             find(model).remove()
@@ -385,6 +386,13 @@ class TestRefusals:
         model, _ = placed(nn.Embedding(9, 4, max_norm=0.1))
         with pytest.warns(HookdropWarning, match="max_norm"):
             model(torch.arange(6))
+
+    @pytest.mark.filterwarnings("error")
+    def test_a_warning_that_is_an_error_leaves_no_regularized_weight(self, linear, x):
+        model, _ = placed(toy(lambda m, x: setattr(m.weight, "data", m.weight.data / 2), weight=linear.weight))
+        with pytest.raises(HookdropWarning, match="changed a regularized parameter"):
+            model(x)
+        assert shows_its_parameters(model[0])
 
 
 class TestMixout:

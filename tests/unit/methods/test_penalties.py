@@ -137,6 +137,14 @@ class TestWhatIsCollected:
             expected = gradients_of(model, lambda x=x: model(x).square().mean() + drop.penalty())
             torch.testing.assert_close(list(found.values()), expected)
 
+    def test_weights_of_functional_calls_are_no_updates(self) -> None:
+        """As in MAML, whose inner steps make new weights."""
+        model, drop = penalized()
+        several = [{name: weight * scale for name, weight in model.named_parameters()} for scale in (1, 2, 3)]
+        terms = [(functional_call(model, weights, (X,)), drop.penalty())[1] for weights in several]
+        [functional_call(model, weights, (X,)) for weights in several]
+        torch.testing.assert_close(drop.penalty(), sum(terms))
+
     @pytest.mark.filterwarnings("ignore:predict")
     def test_predict_refuses_a_penalty_alone(self) -> None:
         _, drop = penalized()

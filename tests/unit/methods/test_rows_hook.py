@@ -204,6 +204,15 @@ def test_sites_inside_the_layer_do_not_take_the_kept_samples_for_another_batch()
     assert inside.check() == []
 
 
+def test_windows_inside_the_layer_have_one_draw_for_each_sample_that_is_kept() -> None:
+    fold = toy(lambda m, x: x + m.inner(x.flatten(0, 1)).reshape(x.shape), inner=nn.Identity())
+    inject(hooked := nn.Sequential(fold), hookdrop.DropPath(0.5, samples=("", 0, False)), layers="0.inner")
+    inject(hooked, LayerDrop(0.5, "row"), layers="0")
+    x = torch.rand(4, 4, 3) + 1
+    shares = torch.stack([hooked(x) / x for _ in range(50)])
+    torch.testing.assert_close(shares, shares[:, :, :1].expand_as(shares))
+
+
 def test_the_recipe_has_the_mode() -> None:
     blocks = model(lambda m, x: x + m.fc(x))
     drop = inject(blocks, layer_drop(0.5, mode="row"), example_input=X)

@@ -14,7 +14,7 @@ from torch.nn.functional import interpolate
 import hookdrop
 from hookdrop import Dropout, HookdropError, LayerError, LinearSchedule, ShapeError, find, inject
 from hookdrop.measure import figures
-from hookdrop.observe import CamComparison, compare_cam, grad_cam, plot_schedule
+from hookdrop.observe import compare_cam, grad_cam, plot_schedule
 from hookdrop.observe.cam import as_map
 from tests.support.models import Small, toy
 from tests.support.tensors import scale_maps
@@ -85,13 +85,6 @@ class TestRecordings:
         assert [a.get_ylabel() for a in axes] == ["before", "mask", "after"]
         assert {a.get_xlabel() for a in axes} == {label}
 
-    def test_at_most_six_sites_are_drawn_unless_named(self) -> None:
-        model = nn.Sequential(*[nn.Identity() for _ in range(9)])
-        with inject(model, Dropout(0.5), layers="*").recording() as r:
-            model(torch.randn(2, 3, 4, 4))
-        assert [title.partition(":")[0] for title in titles(r.plot_masks())] == ["0", "2", "4", "6", "8"]
-        assert len(titles(r.plot_masks(list(r)))) == 9
-
 
 def test_images_of_other_tensors() -> None:
     x = torch.randn(2, 7, 7, 12)
@@ -110,40 +103,6 @@ class TestSchedules:
         line = plot_schedule(LinearSchedule(4), 6).axes[0].lines[0]
         assert list(line.get_xdata()) == list(range(7))
         assert list(line.get_ydata()) == LinearSchedule(4).simulate(7)
-
-    def test_injection_plot_has_one_line_for_each_rate(self) -> None:
-        model = nn.Sequential(*[nn.Identity() for _ in range(3)])
-        drop = inject(model, Dropout(0.4), layers="*", schedule=LinearSchedule(10), p_scale={"0": 0.5})
-        drop.seek(5)
-        axes = plot_schedule(drop, 20).axes[0]
-        assert [line.get_label() for line in axes.lines[:2]] == ["target rate 0.4: 2 sites", "target rate 0.2: 0"]
-        assert list(axes.lines[1].get_ydata())[:3] == pytest.approx([0, 0.02, 0.04])
-        assert list(axes.lines[0].get_ydata())[-1] == 0.4
-        assert list(axes.lines[2].get_xdata()) == [5, 5]
-        assert axes.get_ylabel() == "p"
-        assert [child.get_ylabel() for child in axes.child_axes] == ["keep_prob = 1 - p"]
-
-
-class TestClassActivationMaps:
-    def test_images_above_one_row_for_each_model(self) -> None:
-        before, after = torch.rand(3, 8, 8), torch.ones(3, 8, 8)
-        axes = all_axes(CamComparison(torch.rand(3, 1, 8, 8), [1, 2, 3], before, after).plot(most=2))
-        assert [a.get_ylabel() for a in axes[::2]] == ["image", "before", "after"]
-        widths = [f"{w:.0%} above half" for w in (before > 0.5).float().mean((1, 2))[:2]]
-        assert [a.get_title() for a in axes] == ["class 1", "class 2", *widths, *["100% above half"] * 2]
-        assert np.array_equal(axes[3].images[1].get_array(), before[1])
-        assert axes[3].images[1].get_clim() == (0, 1)
-
-
-def test_figures_can_be_drawn_into_a_subfigure(model: Small, images: torch.Tensor) -> None:
-    whole = Figure(layout="constrained")
-    left, right = whole.subfigures(1, 2)
-    drop = inject(model, Dropout(0.3), layers="layer1")
-    with drop.recording() as r:
-        model(images)
-    assert r.plot_features(figure=left) is left
-    assert plot_schedule(drop, 5, figure=right.subfigures(2, 1)[0]) is right.subfigs[0]
-    whole.draw_without_rendering()
 
 
 def reference_grad_cam(model: nn.Module, x: torch.Tensor, layer: str, classes: list[int]) -> torch.Tensor:

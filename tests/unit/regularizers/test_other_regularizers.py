@@ -113,6 +113,8 @@ class TestTokenDropout:
         assert measured.mean_ratio == pytest.approx(1.0, abs=0.15)
         shown = plan(nn.Sequential(nn.Identity()), TokenDropout(0.5, remove=True), layers="0", example_input=x)
         assert shown.sites[0].reading == "L=41 (prefix 1, keeps 21) C=4"
+        kept = TokenDropout(0.8, prefix=0, remove=True)(torch.ones(1, 10, 1))
+        assert kept.shape[1] == 2, "10 (1 - 0.8) is not rounded to 1"
 
 
 class TestLockedDropout:

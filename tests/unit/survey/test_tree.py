@@ -149,6 +149,14 @@ def test_modules_that_run_no_hooks_say_so_and_layers_inside_them_work() -> None:
     model = NoHooks(nn.Linear(4, 4), nn.Dropout(0.1))
     assert [one.calls for one in layers(model, x)] == [0, None, 1, 1]
     assert [site.name for site in plan(model, recipes.set_dropout(), example_input=x).sites] == ["inside.1"]
+    blocks = nn.Sequential(*(toy(lambda m, x: x + m.fc(x), fc=nn.Linear(4, 4)) for _ in range(3)))
+    blocks[1] = torch.jit.trace(blocks[1], x)
+    assert layers(blocks, x)[2].fits == ("compiled by torch.jit, so hooks never run",)
+    found = plan(blocks, "layer_drop()", example_input=x)
+    assert any("'1': torch.jit compiled them" in text for text in found.warnings)
+    for excluded, says in (("*", "'*.**' would exclude what is inside"), ("1", "these are '0.fc', '2.fc'")):
+        found = plan(blocks, "Dropout(p=0.5)", layers=["0.fc", "2.fc"], exclude=excluded, example_input=x)
+        assert any(says in text for text in found.warnings)
 
 
 def test_rates_are_those_of_the_dropout_that_set_dropout_finds(found: tuple[nn.Module, Layers]) -> None:
