@@ -98,10 +98,9 @@ class Schedule(metaclass=NamedArguments):
 
 def in_steps(schedule: Schedule, total_steps: int | None) -> Schedule:
     """Return the schedule with fractions converted to steps, which requires `total_steps`."""
-    if total_steps is not None and schedule.is_relative:
-        return schedule.resolve(total_steps)
-    schedule._require_steps()
-    return schedule
+    if total_steps is None:
+        schedule._require_steps()
+    return schedule if total_steps is None else schedule.resolve(total_steps)
 
 
 def steps_or_fraction(value: object, name: str, owner: str, low: int) -> int | float:

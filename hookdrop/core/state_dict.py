@@ -49,13 +49,12 @@ def save(parts: Parts) -> dict[str, Any]:
 def load(parts: Parts, saved: Any, strict: bool) -> None:
     """Validate `saved`, then apply it to all injections, or to none after an error."""
     injections = _validated(saved)
-    here = [state.name for state, _ in parts]
-    if strict and sorted(here) != sorted(injections):
+    here, there = {state.name for state, _ in parts}, {*injections}
+    if here != there and (strict or not here & there):
+        advice = "load what matches: load_state_dict(state, strict=False)" if here & there else "inject by these names."
         raise StateError(
             "the state does not have the injections that are here. Nothing was loaded.\n"
-            f"  only in the state: {sorted(set(injections) - set(here))}\n"
-            f"  only here:         {sorted(set(here) - set(injections))}\n"
-            + ("  load what matches: load_state_dict(state, strict=False)" if here else "  inject first, then load.")
+            f"  only in the state: {sorted(there - here)}\n  only here:         {sorted(here - there)}\n  {advice}"
         )
     wanted = [(state, sinks, injections[state.name]) for state, sinks in parts if state.name in injections]
     targets = [list(_matched(state, sinks, one, strict)) for state, sinks, one in wanted]

@@ -194,7 +194,9 @@ def _edit(value: Any, path: tuple[Any, ...], fn: TensorFunction) -> Any:
         return make(items)
     edited = copy.copy(value)
     if isinstance(value, list | Mapping):
-        edited[key] = _edit(value[key], rest, fn)
+        edited[key] = new = _edit(value[key], rest, fn)
+        if getattr(edited, "__dict__", {}).get(key, fn) is value[key]:  # a dict with attributes
+            vars(edited)[key] = new
     else:  # a dataclass, possibly frozen
         object.__setattr__(edited, key, _edit(getattr(value, key), rest, fn))
     return edited

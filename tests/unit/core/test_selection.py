@@ -108,6 +108,8 @@ def test_all_selects_every_floating_point_tensor() -> None:
 def test_model_output_attributes_and_items_stay_consistent() -> None:
     out = regularized_output(model_output(last_hidden_state=ONES, hidden_states=(ONES, ONES)))
     assert out.last_hidden_state is out["last_hidden_state"] is out[0]
+    vars(given := type("AttrDict", (dict,), {})(y=ONES)).update(y=ONES)
+    assert torch.equal(regularized_output(given).y, ZEROS)
     assert torch.equal(out.hidden_states[0], ONES)
 
 

@@ -289,9 +289,10 @@ class TestState:
             drop.load_state_dict(saved.state_dict(), strict=False)
         assert drop.step_count == 5
         assert [site.p for site in drop.sites] == pytest.approx([0.05, 0.05, 0.1])
-        _, other = injected(layers="fc", regularizer=Dropout(0.4))
-        with pytest.raises(StateError):
-            other.load_state_dict(drop.state_dict(), strict=False)
+        for name in (None, "another"):
+            _, other = injected(layers="fc" if name is None else "layer1.*", regularizer=Dropout(0.4), name=name)
+            with pytest.raises(StateError):
+                other.load_state_dict(drop.state_dict(), strict=False)
 
     @pytest.mark.parametrize(
         ("kwargs", "says"),
