@@ -145,6 +145,9 @@ def restored_objects(model: nn.Module, example: Any = None) -> Iterator[Callable
     tables = _tables([*attributes, *code, *(dict(vars(cls)) for cls in own), *captured, *given])
     tables = [*{id(table): table for table in (*tables, *imported, *near)}.values()]
     saved = [(table, copy.copy(table)) for table in tables if not isinstance(table, tuple)]
+    values = (value for table in (*code, *imported, *map(vars, own)) for value in list(table.values()))
+    functions = {id(one): one for value in values for one in (value, *_captured(value)) if type(one) is _LRU_CACHE}
+    cached = [(one, one.cache_info().misses) for one in functions.values()]
     always = {id(one) for table in attributes for one in (table, *table.values())} | {*map(id, given)}
 
     def changed() -> list[tuple[Any, Any]]:
@@ -166,10 +169,9 @@ def restored_objects(model: nn.Module, example: Any = None) -> Iterator[Callable
             if id(table) in always or _has_fake_tensors(added(table, old)):
                 table.clear()
                 table.extend(old) if isinstance(table, list | deque) else table.update(old)
-        for value in (value for table in (*code, *imported, *map(vars, own)) for value in list(table.values())):
-            for cached in (value, *_captured(value)):
-                if isinstance(cached, _LRU_CACHE):
-                    cached.cache_clear()
+        for function, misses in cached:
+            if function.cache_info().misses != misses:
+                function.cache_clear()
 
 
 def _globals_of(classes: Iterable[type]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

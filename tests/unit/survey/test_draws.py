@@ -16,7 +16,6 @@ from tests.support.models import toy
 X = torch.rand(6, 8) + 1
 SCRIPTED: Any = torch.jit.CompilationUnit("def add(x, scale: float):\n    return x + scale * torch.randn_like(x)\n").add
 DRAWS: dict[str, Callable[..., Any]] = {
-    "dropout": lambda m, x: F.dropout(x, 0.5),
     "bernoulli": lambda m, x: x * torch.bernoulli(torch.full_like(x, 0.5)),
     "randperm": lambda m, x: x[torch.randperm(len(x))[:3]],
     "rarely": lambda m, x: x if torch.rand(1) < 0.1 else x + 1,

@@ -254,7 +254,8 @@ class TestTrace:
         assert {"add", "layer_norm"} <= {op.name for op in fake.ops}
 
     def test_a_cache_of_a_function_keeps_no_fake_tensor(self) -> None:
-        positions = functools.lru_cache(torch.arange)
-        model = toy(lambda m, x: x + positions(x.shape[1]))
+        positions, kept = functools.lru_cache(torch.arange), functools.lru_cache(object)
+        model, one = toy(lambda m, x: x + positions(x.shape[1]) if kept else x), kept()
         record(model, torch.zeros(2, 3))
         assert model(torch.zeros(2, 3)).tolist() == [[0, 1, 2], [0, 1, 2]]
+        assert kept() is one, "it was not called"
