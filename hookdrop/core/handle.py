@@ -73,17 +73,17 @@ class Injection:
     A handle does not keep its model alive, and all handles on the same injections are interchangeable.
     """
 
+    _model: weakref.ref[nn.Module]
+    _placed: tuple[RateSink, ...]
+
     def __init__(self, model: nn.Module, sinks: Iterable[RateSink]) -> None:
-        self._model = weakref.ref(model)
-        self._placed = tuple(sinks)
+        vars(self).update(_model=weakref.ref(model), _placed=tuple(sinks))
 
     # --- the set: copying or pickling a handle includes its model
 
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("_") and name not in ("target_p", "enabled"):
-            raise AttributeError(
-                f"{name} cannot be set.\n  the rate: drop.target_p = 0.1   on or off: drop.enabled = False"
-            )
+            raise AttributeError(f"{name} cannot be set.\n  what can be: drop.target_p = 0.1, drop.enabled = False")
         object.__setattr__(self, name, value)
 
     def __eq__(self, other: object) -> bool:
@@ -117,7 +117,7 @@ class Injection:
 
     def _only(self, states: Sequence[InjectionState]) -> Injection:
         narrowed = object.__new__(Injection)  # the model may be gone
-        narrowed._model, narrowed._placed = self._model, tuple([s for s in self._placed if s.state in states])
+        vars(narrowed).update(_model=self._model, _placed=tuple([s for s in self._placed if s.state in states]))
         return narrowed
 
     @cached_property
