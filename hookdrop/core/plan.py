@@ -168,8 +168,8 @@ def make_plan(model: nn.Module, spec: InjectionSpec, total_steps: int | None = N
         with hooks_removed(model):  # an injection is no part of the model that a survey runs
             is_recipe = isinstance(spec.source, Recipe)
             unmatched = PARTS["run_recipe"](plan, lazy, given) if is_recipe else _select_layers(plan, lazy)
-    names = [site.name for site in plan.sites]
     for entry in unmatched:  # `exclude="layer4"` names one module, not its submodules
+        names = [site.name for site in plan.sites]
         inside = isinstance(entry, str) and any(map(glob_expression(f"{entry}.**").fullmatch, names))
         hint = f"'{entry}.**' would exclude what is inside" if inside else f"these are {some(names)}"
         fact = "matches none of the selected layers, so it does nothing"
