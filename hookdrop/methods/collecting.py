@@ -108,7 +108,7 @@ def _of_kept_samples(collected: tuple[Any, int] | None) -> Any:
     """Return the rows of a value that layers in between, which run on some of the samples, have kept."""
     value, around = collected or (None, 0)
     between = [] if value is None else partial_calls.stack[around:]
-    return reduce(lambda rows, hook: rows[hook.calls.value.runs_on], between, value)
+    return reduce(lambda rows, hook: rows[hook.calls.value.runs_on.to(rows.device)], between, value)
 
 
 def _end_call(hook: Any, need: str, *_: Any) -> None:
